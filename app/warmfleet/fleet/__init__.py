@@ -68,11 +68,11 @@ class Fleet:
 
     @property
     def constants(self) -> Constants:
-        """The constants by which this fleet's scripts count."""
+        """The constants that this fleet's scripts compute with."""
         return self.scripts.constants
 
     def use(self, **changes: Any) -> None:
-        """Replace constants, by the names of ``Constants``' fields, from the next call on; the others stay."""
+        """Replace constants, named as the fields of ``Constants``, from the next call of a script on."""
         self.scripts.constants = replace(self.scripts.constants, **changes)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.workers import Workers
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # largest size of a file; the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # most other servers at which a missing piece is looked for
+PIECE_ASKED_OF = 16  # most other servers among whose files a missing piece is looked for
 EMPTY_EXPIRES_S = 86_400  # time after its server's last renewal at which a stored file expires
 
 
@@ -32,7 +32,7 @@ class BadArtifact(BadRequest):
 
 
 class Artifacts:
-    """Reads a server's files, and decides which of its pieces take memory."""
+    """Reads the files of API servers; empties pieces to save memory, or has a server store them again."""
 
     def __init__(self, scripts: Scripts, workers: Workers) -> None:
         self._scripts = scripts
@@ -41,7 +41,7 @@ class Artifacts:
     async def read(self, server_id: str, entry: dict[str, Any]) -> bytes:
         """Read the content of one manifest entry ``{sha256, bytes, chunks}``; each piece and the whole are checked.
 
-        A piece that this server does not have (any more) is taken from another one that announces it.
+        A piece that Redis lacks for this server is taken from another server that announces the same piece.
         Raises BadArtifact if a digest is wrong or the content is over 128 MB, NotFound if a piece is missing.
         """
         name, pieces, held = str(entry.get("sha256"))[:12], [], 0
@@ -65,7 +65,7 @@ class Artifacts:
             )
 
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
-        """Read the piece from another server that announced it last; None if PIECE_ASKED_OF servers lack it.
+        """Read the piece from the files of another server that announces it; None if PIECE_ASKED_OF servers lack it.
 
         Most servers of a large pool have empty pieces (``background/spare_files``).
         """
@@ -87,7 +87,7 @@ class Artifacts:
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:
         """Empty a server's pieces to save memory. Their keys stay, so that the server does not store them again.
 
-        Pieces that do not expire stay as they are: their server does not renew them, and would never store them again.
+        If a piece does not expire, nothing is emptied: its server does not renew pieces, so could not restore them.
         """
         if all(await self._of_pieces(server_id, digests, "EXPIRE", EMPTY_EXPIRES_S, "XX")):
             await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")

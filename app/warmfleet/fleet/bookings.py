@@ -1,6 +1,6 @@
-"""Bookings: decide chooses a worker and books a request in one call, settle ends that, renew keeps it alive.
+"""Bookings: decide chooses a worker and books a request there, settle ends the booking, renew keeps it alive.
 
-How a worker is chosen is written in lua/decide.lua and its parts.
+The rules of the choice are in lua/decide.lua and its parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.block_hashes import Chain
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
-Told = Outcome | Literal["due"]  # due: no first token was seen, but by its speed the engine must have made one
+Told = Outcome | Literal["due"]  # due: no first token was reported, but by the engine's speed it must have come
 REAP_AT_ONCE = 512
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
@@ -51,30 +51,30 @@ PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome
 
 
 def new_reservation(prompts: int, *, exact: bool = True, key: bytes = b"", client: str = "") -> str:
-    """Make an id for a request. prompts: their number. exact: their token ids are known. key: the same key gets the
-    same id; without one the id is random. client: the tag of its client if that has limits (``ClientLimits.tag``).
+    """Make an id for a request. prompts: number of its prompts. exact: their token ids are known. key: equal keys get
+    equal ids; without a key the id is random. client: tag of a client with limits (``ClientLimits.tag``).
 
-    The scripts read the mark in the id (``codes.Mark``), because an engine reports the prefill of each prompt alone.
+    The id begins with a mark (``codes.Mark``), by which scripts know how to count an engine's reports of prefills.
     """
     mark = Mark.SEVERAL_PROMPTS if prompts != 1 else Mark.ONE_PROMPT if exact else Mark.ESTIMATED
     code = urlsafe_b64encode(hashlib.sha256(key).digest()) if key else b2a_base64(os.urandom(16)).translate(URL_SAFE)
     return RESERVATION_PREFIX + mark + code[:ID_CHARACTERS].decode() + client
 
 
-# Question and Decision are made for each request and changed by nobody. To freeze them would cost 5 µs.
+# Question and Decision are made for each request and never changed. ``frozen`` would cost 5 µs a request.
 @dataclass(slots=True)
 class Question:
     """A request, as ``decide`` needs it; the fields from ``tenant`` on set its place in the queue.
 
-    decode_tokens: tokens in the cache while it decodes (prompt and answer). seed: breaks ties; 0: one is made from the
-    reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
+    decode_tokens: tokens in the cache while the request decodes (prompt and answer). seed: breaks ties; 0: made from
+    the reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
     all). order: worker ids in the order of a hash ring. objective_s: a time to first token that is
-    enough (0: none). limits: of its client, whose tag is then at the end of the reservation's id.
+    short enough (0: none). limits: of the client, whose tag is then at the end of the reservation's id.
 
-    tenant: 8 bytes. waited_ms: since the request came. barred: workers that can never serve it, kept with its ticket.
-    (A worker that is excluded from one decision because it failed a moment ago is not barred, or the ticket would be
-    passed over for as long as it waits.) may_wait: False if it gets no ticket and gives up one that it has. displaces:
-    in a full queue it may take the place of another, if that is fair.
+    tenant: 8 bytes. waited_ms: time since the request came. barred: ids of workers that can never serve the request.
+    (A worker that is excluded from one decision because it failed a moment ago is not barred, or it could not serve the
+    request's ticket either.) may_wait: False if the request gets no ticket and loses one that it has. displaces:
+    in a full queue the request may take the place of another, if that is fair.
     """
 
     reservation: str
@@ -116,11 +116,11 @@ class Question:
 class Decision:
     """The worker of a request, and the load that was booked there.
 
-    outcome: ``known`` if this id was booked before; then cost, wait and the two flags are 0. speculative: an
-    open reservation is still making the matched blocks. flagged: the match is a lower bound. wait_tokens: prefill
-    tokens ahead of the request when the worker was chosen. trial: the request is the worker's trial (lua/eject.lua).
-    why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``explain`` was set. use: of the limits of the
-    request's client; None if it has none, and if the id was known.
+    outcome: ``known`` if this id was booked before; then cost_s, wait_tokens, speculative and flagged are 0.
+    speculative: some matched blocks are still being computed for another request. flagged: the match is a lower bound.
+    wait_tokens: prefill tokens ahead of the request when the worker was chosen. trial: the request is the worker's
+    trial (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``explain`` was set.
+    use: how much of its limits the client uses; None if it has none, or if the id was known.
     """
 
     reservation: str
@@ -148,10 +148,10 @@ class Seen:
     """All that a choice saw besides its ``Question``.
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s, terms. waits: the request would have to wait its turn first. tie_s: the
-    most seconds above the lowest cost that counted as equal. room: if others waited and it was not to, the numbers
-    of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if it would get a ticket, the price
-    of its turn (``Queued.turn_s``), and the number of the row of this price; else 0.
+    speculative_tokens, load row, cost_s, terms. waits: the request must wait in the queue first. tie_s: the
+    most seconds above the lowest cost that counted as equal. room: if others waited but the request need not, the
+    numbers of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the request must wait,
+    the price of its turn (``Queued.turn_s``), and the number of the row whose worker has this price; else 0.
     """
 
     context: tuple[int, int, int, int]
@@ -180,10 +180,10 @@ class Terms:
     """The terms of a cost in seconds, each with its weight, so that their sum is the cost
     (lua/parts/decide/cost_rule.lua).
 
-    wait_s: for the work ahead at the worker. compute_s: for the tokens of the prompt that it lacks. again_s: for those
-    of them that another worker is making already. leave_s: for the tokens that one other worker alone holds. evict_s:
-    for evictions from a cache that is fuller than others, or crowded. busy_s: for the worker's share of time in prefill
-    lately. label_s: for preferred labels that it lacks.
+    wait_s: for the work ahead at the worker. compute_s: for the prompt's tokens that the worker must compute. again_s:
+    for those of them that another worker is computing now. leave_s: for tokens that only one other worker holds.
+    evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent share of time
+    in prefill. label_s: for preferred labels that the worker lacks.
     """
 
     wait_s: float
@@ -221,7 +221,7 @@ class Candidate:
 class Shortfall(NamedTuple):
     """An approximate worker had fewer blocks of a prompt than the decision said.
 
-    held_blocks: that it had when the prompt came; age_s: how long ago that was at the earliest.
+    held_blocks: number that it had when the prompt came; age_s: longest time that this may be ago.
     """
 
     held_blocks: int
@@ -239,19 +239,19 @@ class Renewal(NamedTuple):
 
 
 class Bookings:
-    """``decide`` books a request, ``settle`` ends that, ``renew`` keeps it alive; it also expires by itself."""
+    """``decide`` books a request, ``settle`` ends the booking, ``renew`` extends it; else it expires."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
         self._packed_prefix = pack(scripts.prefix)
         self._decide, self._settle = scripts.packed["decide"], scripts.packed["settle"]
-        self._decide_heads: dict[int, bytes] = {}  # up to the second argument, by the number of chains
+        self._decide_heads: dict[int, bytes] = {}  # number of chains -> a call's bytes up to the reservation's id
         self._settle_head = self._settle.head(len(SCRIPT_ARGS["settle"])) + self._packed_prefix
 
     async def decide(self, question: Question, *, explain: bool = False) -> Decision:
-        """Choose a worker and book the request there, whether or not others wait.
+        """Choose a worker and book the request there, whether or not other requests wait.
 
-        The same reservation id again gets the same answer. explain: the decision has ``seen``, too, unless the id was
+        A repeated reservation id gets the same answer. explain: the decision has ``seen``, too, unless the id was
         known. Raises NoWorker, CancelledReservation, BadArgument, FleetUnavailable.
         """
         command = self.decide_command(question, Mode.EXPLAIN if explain else Mode.BOOK, in_turn=False)
@@ -275,7 +275,7 @@ class Bookings:
             matched,
             prompt,
             speculative == 1,
-            flagged == 1 or flags & UNHEARD != 0,  # an unheard worker's index is as it was last known
+            flagged == 1 or flags & UNHEARD != 0,  # the index of an unheard worker may be outdated
             float(cost),
             wait,
             approximate,
@@ -290,8 +290,8 @@ class Bookings:
     async def settle(self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None) -> str:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
-        A repeated call changes nothing. tokens: count as used by a client with limits, besides the prompt. shortfall:
-        corrects the guess of what an approximate worker's cache holds. Raises FleetUnavailable.
+        A repeated call changes nothing. tokens: to count for a client with limits, besides the prompt's. shortfall:
+        corrects the mirror of an approximate worker's cache. Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
@@ -307,7 +307,7 @@ class Bookings:
     ) -> None:
         """Send ``settle`` without waiting: Redis executes it before every later call of this client.
 
-        It goes to Redis with the next of these, or after two milliseconds.
+        ``settle`` goes to Redis with the next other call, or after two milliseconds.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
         self._scripts.send("settle", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
@@ -315,7 +315,7 @@ class Bookings:
     def settle_command(
         self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
     ) -> bytes:
-        """Return the packed call of settle. tokens: matter only to a client with limits; without any none are sent."""
+        """Return the packed call of settle; arguments as in ``settle``."""
         rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
         if not tokens and shortfall is None:
             return self._settle_head + pack_text(reservation) + rest
@@ -328,12 +328,12 @@ class Bookings:
     async def reap(self) -> int:
         """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.
 
-        decide gives back eight at each call; this is for a fleet without requests.
+        Each ``decide`` gives back up to eight; ``reap`` is for a fleet without requests.
         """
         scripts = self._scripts
         now_ms = int((await scripts.ask("TIME"))[0]) * 1000
         expired: int = await scripts.ask("ZCOUNT", scripts.keys.leases, "-inf", now_ms)
-        # A settle of an id that is no reservation does nothing but give back expired leases.
+        # A settle for an unknown id only gives back expired leases.
         for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")
         return expired
@@ -364,7 +364,7 @@ class Bookings:
     def decide_command(self, question: Question, mode: Mode = Mode.BOOK, *, in_turn: bool = True) -> bytes:
         """Return the packed call of decide: its arguments in the order of SCRIPT_ARGS, then the chains.
 
-        in_turn: False for a request that neither waits nor gives way to waiting requests.
+        in_turn: False for a request that never waits in the queue, even if others wait.
 
         Raises BadArgument for a reservation without an id.
         """

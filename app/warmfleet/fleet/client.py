@@ -1,4 +1,4 @@
-"""The scripts of one pool of workers: one script is one round trip, and errors of redis-py become ours here."""
+"""Calls of the scripts on one pool of workers. Errors of redis-py become those of ``warmfleet.errors`` here."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds until a call is given up. A request is then placed without Redis, or goes on waiting in the queue.
+    """Time limits of calls to Redis, in seconds.
 
-    request_s: limit of a request's calls, in replicas WARMFLEET_DECIDE_TIMEOUT_S. Upkeep is tried again.
+    request_s: of calls that a request waits for, in replicas WARMFLEET_DECIDE_TIMEOUT_S; after that the request is
+    placed without Redis, or goes on waiting in the queue. upkeep_s: of all other calls, which are tried again.
     """
 
     request_s: float = 0.25
@@ -41,7 +42,7 @@ class Timeouts:
 
 
 def connect(url: str, tag: str = "", *, timeout_s: float = CONNECT_S, max_connections: int = 256) -> aioredis.Redis:
-    """Make a client that shares no connection; arguments as in ``RedisConnections``. tag: the hash tag of all keys."""
+    """Make a client with connections of its own; arguments as in ``RedisConnections``. tag: hash tag of its keys."""
     made = RedisConnections(url, timeout_s=timeout_s, max_connections=max_connections)
     client = made.of(tag)
     client.owned = made
@@ -94,15 +95,15 @@ class Scripts:
 
     @property
     def line(self) -> object:
-        """The scripts' connection, or the Cluster master behind it; models with the same line share a server."""
+        """The scripts' connection, or in a Cluster its master. Pools with the same line share a Redis server."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
 
     def send(self, name: str, command: bytes, limit_s: float, on_answer: OnAnswer, *, patient: bool = False) -> None:
         """Call a script by its packed command; ``on_answer`` is called once, perhaps before this returns.
 
-        Calls of one client are executed in the order in which they were sent. patient: this one may wait a moment for
-        others, so that they go to Redis together.
+        Calls of one client are executed in the order in which they were sent. patient: the call may wait a moment for
+        other calls, to go to Redis with them.
         """
         self._multiplexed.send(self.packed[name], command, limit_s, on_answer, patient=patient)
 
@@ -113,9 +114,9 @@ class Scripts:
         return await future
 
     async def ask(self, *words: Argument) -> Any:
-        """Send a command of Redis itself on the connection of the scripts, in one write with other calls of this turn.
+        """Send a Redis command on the scripts' connection, in one write with other calls of this event loop turn.
 
-        The answer must be small, because the answers to decisions wait behind it. Raises FleetUnavailable.
+        The answer must be small, because answers to decisions wait behind it. Raises FleetUnavailable.
         """
         return await asked(self.redis, pack_command(*words), _as_it_is, self.timeouts.upkeep_s)
 
@@ -158,7 +159,7 @@ class Scripts:
         return await self.call(name, self.packed[name].call(args), timeout_s or self.timeouts.request_s)
 
     async def keep(self, name: str, rest: Iterable[Argument] = (), /, **values: Argument) -> Any:
-        """Do as ``run``, with arguments by name and the longer time limit of upkeep, as no request waits for it."""
+        """Call a script as ``run`` does, with arguments by name and the longer time limit ``timeouts.upkeep_s``."""
         return await self.run(name, *argv(name, rest, **values), timeout_s=self.timeouts.upkeep_s)
 
 

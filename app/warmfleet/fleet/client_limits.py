@@ -1,5 +1,5 @@
-"""The limits of a client's key, which all replicas enforce together, and the calls of the pool that counts for a
-client of a model with several pools (lua/client.lua)."""
+"""The limits of a client's API key, which all replicas enforce together. If a model has several pools, one of them
+counts for the client, by the calls in ``ClientCounts`` (lua/client.lua)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 MAX_LIMIT = 4_294_967_295
 RETRY_AFTER_S = 1  # seconds after which a client with too many requests in flight may try again
 _LIMITS = struct.Struct(">II")
-_ADMITTED = b"+"  # follows the packed limits of a request that lua/parts/shared/client_limits.lua must not refuse
+_ADMITTED = b"+"  # added to the packed limits of a request that was admitted before, so must not be refused
 
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of one key. name: the key's name. concurrency: most requests in flight; tokens_per_minute; 0: no
-    limit.
+    """The limits of one API key. name: the key's name. concurrency: most requests in flight (0: no limit).
+    tokens_per_minute: 0: no limit.
 
-    admitted: an earlier attempt at the request passed the limits, so this attempt counts, but is not refused.
+    admitted: an earlier attempt at the same request was within the limits, so this attempt counts, but is not refused.
     """
 
     name: str
@@ -108,16 +108,16 @@ KEEP_AT_ONCE = 200  # most requests in one call of lua/client.lua
 
 
 class ClientCounts:
-    """Calls of the pool that counts for a client, wherever the client's requests are placed.
+    """Calls to the one pool that counts for a client, whichever pools serve the client's requests.
 
-    An id is that of a reservation with the tag of its client at the end.
+    name: a reservation's id with the tag of its client at the end.
     """
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
     def admit(self, name: str, limits: ClientLimits, prompt_tokens: int, on_answer: OnAnswer) -> None:
-        """Count a request, unless a limit refuses it. ``on_answer`` gets the raw answer of the script."""
+        """Count a request as in flight, unless a limit refuses it. ``on_answer`` gets the script's raw answer."""
         command = self._command("admit", name, limits.record, prompt_tokens)
         self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 
@@ -126,7 +126,7 @@ class ClientCounts:
         await self._scripts.call("client", self._command("keep", *names), self._scripts.timeouts.upkeep_s)
 
     def end(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
-        """End the count of a request. tokens: used besides those of its prompt. A repeated call changes nothing."""
+        """End a request's count. tokens: to count as used besides the prompt's. A repeated call changes nothing."""
         command = self._command("end", name, tokens)
         self._scripts.send("client", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 

@@ -41,8 +41,8 @@ class Weights:
     """The weights of the cost rule (lua/parts/decide/cost_rule.lua), and two bounds on the matching of prefixes."""
 
     lambda_: float = 2.0  # weight of an uncached token while no worker is idle, as its prefill delays other requests
-    kappa: float = 2.5  # weight of making what another worker is making; less would put a new prefix on over two
-    pressure_price: float = 2.0  # weight of evictions to come; at 0 all sessions of one system prompt share a worker
+    kappa: float = 2.5  # weight of a token that another worker is computing now; with less, over two compute a prefix
+    pressure_price: float = 2.0  # weight of expected evictions; at 0 all sessions of one system prompt share a worker
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # weight of a prefill token ahead, as a request that joins a line delays later ones
     stay: float = 2.0  # weight of a token that only another worker holds, as a session that moves leaves it behind
@@ -53,7 +53,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans of time in milliseconds that the scripts count with."""
+    """Lifetimes in milliseconds that the scripts use."""
 
     lease_ms: int = 30_000  # replicas renew leases every 10 s, so two renewals may be lost
     worker_ttl_ms: int = 15_000
@@ -61,10 +61,10 @@ class Spans:
     #: A ticket is renewed every 0.2 s, and later while polls are slow (routing/tickets). A replica that stalls longer
     #: than this gets new tickets, placed by arrival.
     ticket_ms: int = 1_000
-    linger_ms: int = 500  # engines report a finished request's blocks within 0.2 s; a longer credit hides evictions
+    linger_ms: int = 500  # time for which a finished request's blocks count unreported; reports take up to 0.2 s
 
 
-#: Factor of a request's own prefill time within which smaller requests that come later may overtake it. With 1, a
+#: Time within which later, smaller requests may overtake a request, as a multiple of its own prefill time. With 1, a
 #: prompt of 3 s waits at worst as if it had come 3 s later to a queue in order of arrival.
 QUEUE_PATIENCE = 1.0
 
@@ -84,7 +84,7 @@ class Constants:
 
     block_tokens: scheme id -> tokens in a block, to size caches in tokens. label_prices: slot -> seconds that the
     worker costs more because it lacks preferred labels. packed: the argument ``constants`` of the scripts;
-    ``argument``: the same in the protocol of Redis. settle_spans: the last two arguments of settle, in that protocol.
+    argument: ``packed`` in Redis' protocol. settle_spans: tombstone_ms and linger_ms for settle, in Redis' protocol.
     Raises struct.error or OverflowError for a number that does not fit.
     """
 

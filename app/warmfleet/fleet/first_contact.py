@@ -1,4 +1,4 @@
-"""The first answer of Redis to a new replica: waited for, and explained in one sentence while it does not come."""
+"""Waits for the first answer of Redis to a new replica, and logs in one sentence why it does not come."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger("warmfleet.fleet")
 
 OLDEST = (7, 0)  # oldest version of Redis with selectors for users and EVAL_RO
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 60.0  # time between two equal lines, which logs/folding lets through at that interval
+LOG_EVERY_S = 60.0  # time between two equal log lines, long enough for logs/folding to pass both
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 
 
 async def first_contact(clients: Sequence[aioredis.Redis], url: str) -> None:
-    """Return when Redis has answered, and is new enough. Until then one line in LOG_EVERY_S says what is wrong.
+    """Return when Redis has answered, and is new enough. Until then log what is wrong, once in LOG_EVERY_S.
 
-    The line also comes whenever the reason changes. clients: of all pools. One master of a Cluster that answers is
+    A changed reason is logged at once. clients: of all pools. One master of a Cluster that answers is
     enough, because its pools can be served while another master is away.
     """
     where, pause_s, told, told_at = parse(url), FIRST_PAUSE_S, "", 0.0

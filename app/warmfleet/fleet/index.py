@@ -1,4 +1,4 @@
-"""Reads the index: what it holds, its counters, its memory, and how far it agrees with the engines."""
+"""Reads facts of the index: held blocks, counters, memory, and differences from the engines' block tables."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 LAGS_AT_ONCE = 64
 HOLDS_AT_ONCE = 512
-FILLING = "join"  # the cause of a new incarnation's snapshot, which is no divergence, as its index is empty
+FILLING = "join"  # cause of a new incarnation's first snapshot: its index is empty, so no divergence is counted
 _DIGEST_COUNT = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTruth:
-    """The index of one worker against the engine's table.
+    """The differences between one worker's index and its engine's block table.
 
     lag_batches, lag_s: entries of its stream that no replica has applied, and the age of the oldest. digest_age_s:
-    seconds since a digest was last compared; None: never. cause: why a snapshot is awaited; empty while nothing is
-    known to differ. found, healed: numbers of divergences so far. resyncs: snapshots that became the index, by cause.
+    seconds since a digest was last compared; None: never. cause: why a snapshot is awaited; empty while no difference
+    is known. found, healed: numbers of differences so far. resyncs: snapshots that became the index, by cause.
     """
 
     lag_batches: int = 0
@@ -78,7 +78,7 @@ class Index:
         self._scripts = scripts
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
-        """Read for each of these 8-byte hashes whether ``slot`` holds it by the index. Raises FleetUnavailable."""
+        """Read for each of these 8-byte hashes whether the index has it for ``slot``. Raises FleetUnavailable."""
         answer: list[bool] = []
         with redis_errors():
             for start in range(0, len(hashes), HOLDS_AT_ONCE):

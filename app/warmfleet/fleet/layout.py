@@ -1,14 +1,14 @@
 """The names in capitals that every script may use, with their values: layouts of packed records, flags and codes.
 
-Routers and scripts share these, so each is declared once: rows and leases in ``rows``, codes in ``codes``, the packed
-constants of a replica in ``constants``, and what only scripts use in ``lua/parts/layout.lua``. ``script_loader`` puts
-the values in place of the names. A name tells what it is:
+Names that routers and scripts share are declared once: rows and leases in ``rows``, codes in ``codes``, the packed
+constants of a replica in ``constants``. Names that only scripts use are in ``lua/parts/layout.lua``. ``script_loader``
+puts the values in place of the names, which are formed like this:
 
 - ``<FIELD>_AT`` the position of a field in a packed row, ``LEASE_<FIELD>_AT`` in a packed lease; the first byte is 1
 - ``AFTER_<FIELD>`` the position behind a field of a row, so that no script names the field that follows
-- ``<FIELD>_FIELD`` its place among the numbers of an unpacked row; the first is 1
-- ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of all from one to the other, ``ROW`` of all
-- ``ROW_BYTES``, ``LEASE_BYTES``, ``ROW_FIELDS`` the size of these numbers, and how many they are
+- ``<FIELD>_FIELD`` the index of a field among the numbers of an unpacked row; the first is 1
+- ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of a range of fields, ``ROW`` of all
+- ``ROW_BYTES``, ``LEASE_BYTES`` the bytes of a record's numbers, ``ROW_FIELDS`` the number of a row's fields
 - ``POLICIES`` the set of the policies in ``settings``
 - ``FLAG_``, ``STAGE_``, ``MODE_``, ``NEXT_``, ``STANDING_``, ``MARK_`` and the name of a member: its number or letter
 """
@@ -37,7 +37,7 @@ _NAME_OR_TEXT = re.compile(r"""[A-Z][A-Z0-9_]*|"[^"]*"|'[^']*'""")
 
 
 def _format(letters: str) -> str:
-    """Return the format of numbers that follow each other, as a text in Lua."""
+    """Return the struct format of consecutive numbers, as a Lua literal."""
     return '(">' + "".join(_LETTERS[letter] for letter in letters) + '")'
 
 
@@ -55,7 +55,7 @@ def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Ite
 
 
 def _of_routers() -> Iterator[tuple[str, str]]:
-    """Yield the names that routers use, too, with their values."""
+    """Yield the names that routers and scripts share, with their values."""
     yield from _record("ROW", numbers_of(LoadRow))
     letters = ">"
     for place, (name, letter) in enumerate(numbers_of(LoadRow).items(), 1):
@@ -77,7 +77,7 @@ def _of_routers() -> Iterator[tuple[str, str]]:
 
 
 def declared(text: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the constants that a text declares, one a line, and the known ones. A value may use earlier ones."""
+    """Return ``known`` and the constants that a Lua text declares, one a line. A value may use earlier constants."""
     values = dict(known)
     for name, value in _DECLARED.findall(text):
         value = _NAME_OR_TEXT.sub(lambda found: values.get(found[0], found[0]), value)

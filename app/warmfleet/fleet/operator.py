@@ -1,4 +1,4 @@
-"""Keys that only the operator's Redis user writes and routers read: approved chat templates, and a switched policy."""
+"""Keys that the operator's Redis user writes and routers only read: approved chat templates, and a switched policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class OperatorKeys:
-    """``approve``, ``revoke`` and ``switch`` are for the operator; the user ``router`` of ``warmfleet acl`` may only
-    read.
+    """``approve``, ``revoke`` and ``switch`` are for the operator: the Redis user of routers may only read.
 
-    All methods raise FleetUnavailable; the writing ones do so, too, if this Redis user may not write.
+    All methods raise FleetUnavailable, also if this Redis user may not write.
     """
 
     def __init__(self, scripts: Scripts) -> None:

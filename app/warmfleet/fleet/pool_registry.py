@@ -1,7 +1,7 @@
-"""The registry of a served model's pools: which there are, and which are drained, as ``warmfleet pools`` wrote.
+"""The registry of a served model's pools, with the state of each, as ``warmfleet pools`` wrote it.
 
-``clear`` deletes what Redis holds of a pool that was removed, and ``master_of`` tells which server has its keys.
-``warmfleet.protocol.pools`` describes the registry's two keys, which have the hash tag of the model's name alone,
+``clear`` deletes the keys of a pool that was removed, and ``master_of`` tells which server has a pool's keys.
+``warmfleet.protocol.pools`` describes the registry's two keys. Their hash tag is the model's name without ``#``,
 so they need a client of their own: ``connect(url, model_tag(name))``.
 """
 
@@ -33,19 +33,20 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 
-#: Keys below the served model's name that are not its first pool's alone, and those that only the operator may write.
+#: Keys under the served model's name that belong to the whole model, not to the pool of the same name; and keys that
+#: only the operator may write.
 OF_THE_MODEL = frozenset({"pools", "placement"})
 OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
-COLLECTED_AT_ONCE = 512  # most blocks in one call, which takes half a millisecond, as other pools share this Redis
+COLLECTED_AT_ONCE = 512  # most blocks in one call, which blocks Redis for other pools for half a millisecond
 
 
 class PoolRegistry:
     """The pools of one served model. Routers ``read`` it once a second; the other calls are the operator's."""
 
     def __init__(self, redis: aioredis.Redis, name: str) -> None:
-        """redis: as ``connect`` makes it. name: the served model's, without ``#``. Raises WireError if it is none, and
-        TypeError for another client.
+        """redis: a client made by ``connect``. name: the served model's name, without ``#``. Raises WireError for a
+        malformed name, TypeError for another client.
         """
         if not isinstance(redis, RouterRedis):
             raise TypeError("a registry needs a client of warmfleet.fleet.connect")
@@ -57,19 +58,19 @@ class PoolRegistry:
         self._known: Mapping[bytes, bytes] = {}
 
     async def read(self) -> tuple[PoolEntry, ...]:
-        """Read all pools of the model; () without a registry, when this replica's settings name the pools.
+        """Read all pools of the model; () without a registry: then this replica's settings name the pools.
 
-        A registry that was there and is gone was lost with the memory of Redis, for the last pool cannot be removed
-        while a router serves the model: it is written back as it was read last. Raises FleetUnavailable.
+        If the registry has vanished, Redis has lost its data, as no one can remove the last pool while a router serves
+        the model. Then the registry is written back as it was last read. Raises FleetUnavailable.
         """
         return await self.told(await self.ask())
 
     def ask(self) -> asyncio.Future[dict[bytes, bytes]]:
-        """Read the registry from Redis, as ``told`` takes it."""
+        """Read the registry's raw fields from Redis, for ``told``."""
         return asked(self._redis, self._reading, pairs)
 
     async def told(self, found: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
-        """Return all pools, as ``read`` returns them, by what ``ask`` has found."""
+        """Return all pools, as ``read`` does, from the raw fields that ``ask`` has read."""
         if not found and self._known:
             logger.warning("the registry of pools of %s was lost in Redis: written back", self.name)
             with redis_errors():
@@ -88,7 +89,7 @@ class PoolRegistry:
                 await self._redis.hset(self._pools, mapping=fields)
 
     async def remove(self, tag: str) -> None:
-        """Strike a pool out. Raises FleetUnavailable."""
+        """Remove a pool from the registry. Raises FleetUnavailable."""
         with redis_errors():
             await self._redis.hdel(self._pools, tag)
 
@@ -105,11 +106,11 @@ class PoolRegistry:
 
 
 async def clear(fleet: Fleet, *, shared: bool) -> bool:
-    """Delete all keys of the pool; False if there were none. shared: it has the name of its served model, whose
-    registry stays.
+    """Delete all keys of the pool; False if there were none. shared: the pool has the name of its served model, so
+    the model's own keys (registry, operator's keys) stay.
 
-    What is left expires by itself: what clients with limits have in flight, and the tokens that they have used. May be
-    called again. Raises FleetUnavailable.
+    The counts of clients with limits (requests in flight, used tokens) stay until they expire. May be called again.
+    Raises FleetUnavailable.
     """
     keys, redis = fleet.keys, fleet.redis
     with redis_errors():
@@ -131,14 +132,14 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
     try:
         with redis_errors():
             return bool(await redis.unlink(*(keys.prefix + name for name in sorted(OF_THE_OPERATOR)))) or had
-    except RefusedCall:  # the user of routers may not: a few bytes may stay until `admin` removes the pool
+    except RefusedCall:  # the Redis user of routers may not delete these: they may stay until `admin` removes the pool
         return True
 
 
 def master_of(redis: aioredis.Redis) -> str:
-    """Host and port of the master behind a client of a Cluster or of Sentinels, as it was seen last; "" if neither.
+    """Return the last known master (``host:port``) of a client of a Cluster or of Sentinels; "" for a single server.
 
-    Commands of redis-py go by its own pool, and in a Cluster scripts by the line to the master: either may be unused.
+    In a Cluster it is that of the scripts' line or, before the first script, of redis-py's own connection pool.
     """
     line = getattr(redis, "multiplexed", None)
     seen = line.master if isinstance(line, SlotLine) else None

@@ -1,4 +1,4 @@
-"""Probes of a worker's identity: which of a probe's blocks its stream reports, and what the probe has found."""
+"""Redis' part in a probe of a worker's identity: notes which of a probe's blocks the worker reports, and the result."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-PROBE_EXPIRES_S = 120  # time until a probe's notes expire; a probe lasts 40 s at most
+PROBE_EXPIRES_S = 120  # time until the awaited hashes of a probe expire; a probe lasts 40 s at most
 
 Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a probe: its word, and the reason in a sentence. cause: a word for counters.
+    """The result of a probe. word: as lua/prove.lua takes it. reason: a sentence. cause: a word for counters.
 
-    probed_ms: the record's ``probed`` as read before the probe, 0 if it had none; with None the result always counts.
-    owner: the owner of the warming that this ends.
+    probed_ms: ``probed`` in the record before the probe, 0 if it had none; None: the result counts in any case.
+    owner: the owner of the warming that this result ends.
     """
 
     word: str
@@ -41,8 +41,8 @@ class Probes:
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
         """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.
 
-        Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ.
-        ``await_no_blocks`` ends it; the notes of a replica that died expire. Raises FleetUnavailable.
+        Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ. End with
+        ``await_no_blocks``; if this replica dies, the awaited hashes expire. Raises FleetUnavailable.
         """
         key = self._scripts.keys.probe(worker_id)
         with redis_errors():
@@ -52,7 +52,7 @@ class Probes:
                 await pipe.execute()
 
     async def awaited(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> list[bool] | None:
-        """Return for each block True while the stream has not reported it. None if Redis has lost the notes.
+        """Return for each block True while the stream has not reported it. None if Redis has lost the awaited hashes.
 
         Raises FleetUnavailable.
         """
@@ -62,16 +62,16 @@ class Probes:
         return [awaited == 1 for awaited in left] if noted else None
 
     async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """End the notes that ``await_blocks`` began, as the probe is over."""
+        """Stop awaiting these blocks, as the probe is over."""
         with redis_errors():
             await self._scripts.redis.srem(self._scripts.keys.probe(worker_id), probe, *hashes)
 
     async def prove(self, worker_id: str, nonce: str, proof: Proof) -> Proved:
         """Record the result of a probe.
 
-        Returns STALE if the worker joined anew (its nonce is another), or if this is a failure and another result came
-        first; TAKEN if another replica warms the worker, or if this owner's lease is over; DOWNGRADED if the worker was
-        proven before and is not any more. Raises FleetUnavailable.
+        Returns STALE if the worker joined anew (with another nonce), or if this is a failure and another result was
+        recorded since the probe began; TAKEN if another replica warms the worker, or this owner's lease is over;
+        DOWNGRADED if the worker was proven before and is not any more. Raises FleetUnavailable.
         """
         answer = await self._scripts.keep(
             "prove",

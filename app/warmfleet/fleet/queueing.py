@@ -23,10 +23,9 @@ POLL_AT_ONCE = 128  # most ids in one call, so that it takes Redis less than 1 m
 class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
-    waiting: tickets in the queue. work_s: seconds that the whole fleet needs for what it does not hold of the prompts
-    of these tickets. turn_s: price of the worker that the request waits for, by which a router compares pools, with
-    its share of the other tickets' work (lua/parts/decide/wait_turn.lua). matched_tokens: what this worker holds of
-    the prompt.
+    waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute what it does not hold of these
+    tickets' prompts. turn_s: price of the turn, at the worker that the request waits for, by which a router compares
+    pools (lua/parts/decide/wait_turn.lua). matched_tokens: tokens of the prompt that this worker holds.
     """
 
     outcome: Literal["queued", "full", "displaced"]
@@ -38,12 +37,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The ticket that is first in order, whether or not it is its turn.
+    """The ticket that is first in order, whether or not it may be served now.
 
-    to_compute_s: least prefill in seconds that an engine needs for what it lacks of the prompt. tenants: with tickets,
-    each in a class of its own. worker_id: the worker that it gets or waits for; has_room: that worker could take it
-    now. any_has_room: some worker that can serve it has room. to_compute_there_s: the same at ``worker_id``; 0 with a
-    policy other than ``cost``.
+    to_compute_s: seconds of prefill for what is not held of the prompt, at the worker that needs least. tenants: number
+    of tenants with tickets, counted in each priority class. worker_id: the worker that the ticket gets or waits for;
+    has_room: that worker could take it now. any_has_room: some worker that can serve it has room. to_compute_there_s:
+    as to_compute_s, at ``worker_id``; 0 with a policy other than ``cost``.
     """
 
     reservation: str
@@ -70,10 +69,10 @@ class Next:
 class Line:
     """The queue as a poll finds it.
 
-    waiting: tickets of all replicas. work_s: seconds that the whole fleet needs for what it does not hold of their
-    prompts. standings: by id, what has become of each ticket that the poll named. room_in_s: time until a full
-    engine has room, if it goes on at its speed; infinite if none can be foretold. turns: tickets of all replicas whose
-    turn it is. next: None if the poll named a ticket, or none waits.
+    waiting: tickets of all replicas. work_s: seconds that the whole fleet needs to compute what it does not hold of
+    their prompts. standings: by id, the state of each ticket that the poll named. room_in_s: time until a full engine
+    has room, if it goes on at its speed; infinite if not predictable. turns: ids of the tickets, of all replicas, that
+    may be served now. next: None if the poll named a ticket, or no ticket waits.
     """
 
     waiting: int
@@ -85,7 +84,7 @@ class Line:
 
 
 class Queue:
-    """``decide_in_turn`` gives a request a ticket where ``decide`` would overload; ``poll`` renews and ends tickets."""
+    """``decide_in_turn`` gives a request a ticket if no worker has room for it; ``poll`` renews and ends tickets."""
 
     def __init__(self, scripts: Scripts, bookings: Bookings) -> None:
         self._scripts = scripts
@@ -94,9 +93,9 @@ class Queue:
     async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
         """Decide as ``decide`` does, but give a request that must wait a ticket, under its reservation's id.
 
-        When its turn comes, the caller calls this again with the same id. Raises what ``decide`` raises, and
-        RateLimited if the request's client is at a limit; then Redis holds for this id what it held before, which may
-        be a ticket that was asked about too late.
+        When the ticket may be served, call this again with the same id. Raises what ``decide`` raises, and RateLimited
+        if the request's client is at a limit; then nothing changes in Redis, where an earlier call may have left a
+        ticket for this id.
         """
         command = self._bookings.decide_command(question, Mode.EXPLAIN if explain else Mode.BOOK)
         answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
@@ -123,7 +122,7 @@ class Queue:
         return worker_id, seen.candidates
 
     async def poll(self, waiting: Sequence[str] = (), leaving: Sequence[str] = ()) -> Line:
-        """Keep the tickets of ``waiting``, give up those of ``leaving``; POLL_AT_ONCE of both together at most."""
+        """Renew the tickets of ``waiting``, delete those of ``leaving``; POLL_AT_ONCE of both together at most."""
         scripts = self._scripts
         constants = scripts.constants.packed
         args = argv("queue", [*leaving, *waiting], prefix=scripts.prefix, constants=constants, leaving=len(leaving))

@@ -1,4 +1,4 @@
-"""Choices of a decision log, made again by the very text that made them (lua/replay.lua), on any Redis or Valkey.
+"""Repeats choices of a decision log with decide's own code (lua/replay.lua), on any Redis or Valkey.
 
 A replay touches no key.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 100  # records that are sent to Redis in one pipeline
 SHOWN = 200  # most characters of an error of Redis that are shown
-#: Numbers of a record that are arguments of the script under the same name.
+#: Numbers of a record that the script takes as arguments of the same names.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
 
 
@@ -39,7 +39,7 @@ class Choice:
 
 
 class Replays:
-    """Runs replays by EVAL_RO, which touch no key. ``close`` also closes the Redis client."""
+    """Runs replays by EVAL_RO. ``close`` also closes the Redis client."""
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis = redis
@@ -50,7 +50,7 @@ class Replays:
     ) -> list[Choice]:
         """Make the choice again on the state of each record, by ``policy`` (default: the policy of the record).
 
-        made: called with the number of choices made so far, now and then. Raises FleetUnavailable, and BadRequest for a
+        made: called after every AT_ONCE choices with the number so far. Raises FleetUnavailable, and BadRequest for a
         record that is malformed or cannot be replayed.
         """
         found: list[Choice] = []
@@ -82,7 +82,7 @@ def _choice(record: dict[str, Any], answer: Any) -> Choice:
 def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     """Return the ARGV of lua/replay.lua for a record of a decision log; an empty ``policy`` means the record's own.
 
-    turn: decisions that round_robin has made, for a record of another policy. Raises BadRequest.
+    turn: number of earlier decisions by round_robin, used if the record is of another policy. Raises BadRequest.
     """
     try:
         own = policy in ("", record["policy"])

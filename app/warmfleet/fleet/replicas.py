@@ -1,4 +1,4 @@
-"""The replicas that serve a pool, as each of them tells of itself in Redis."""
+"""The replicas that serve a pool: each announces itself in Redis, and reads the announcements of all."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_BUCKETS = 256
 
 @dataclass(frozen=True, slots=True)
 class LastMinute:
-    """The figures of a replica in one pool in the last minute.
+    """The counts of a replica in one pool in the last minute.
 
-    decided: number of decisions; fallbacks: those made without Redis; the tokens are those of the others. waits: number
-    of streamed answers by the bucket of their time to first token (``pools/ttft_window``).
+    decided: number of decisions; fallbacks: how many of them were made without Redis. prompt_tokens, matched_tokens:
+    sums over the other decisions. waits: number of streamed answers by bucket of TTFT (``pools/ttft_window``).
     """
 
     decided: int = 0
@@ -38,10 +38,10 @@ class LastMinute:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The record that a replica keeps of itself in one pool.
+    """The record of a replica in one pool, written by the replica itself.
 
-    url: where it answers operators; empty if it does not know. started: Unix time. in_flight: its requests at engines;
-    waiting: those that wait in it for their turn.
+    url: the address at which the replica answers operators; empty: unknown. started: Unix time. in_flight: number of
+    its requests at engines; waiting: number of its requests in the queue.
     """
 
     url: str = ""
@@ -60,7 +60,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as a reading found it. name: its host and port. age_s: the age of its last announcement."""
+    """A replica as one reading of Redis found it. name: host and port. age_s: age of the last announcement."""
 
     name: str
     age_s: float
@@ -78,13 +78,16 @@ class ReplicaView:
 
 
 class Replicas:
-    """Each replica announces itself, and reads who else does. A replica that stops takes its announcement back."""
+    """Writes the announcement of this replica, and reads those of all replicas."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
     async def announce(self, name: str, told: Announcement | None) -> int:
-        """Announce this replica, or with None that it stops; return how many are announced. Raises FleetUnavailable."""
+        """Announce this replica, or delete its announcement (told=None); return the number of all announcements.
+
+        Raises FleetUnavailable.
+        """
         record = b"" if told is None else told.pack()
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 
@@ -98,7 +101,7 @@ class Replicas:
 
 
 def _view(name: bytes, raw: bytes, now: float) -> ReplicaView | None:
-    """Return the replica of an entry, or None if the entry cannot be read, as any writer in Redis can cause."""
+    """Return the replica of an entry; None if the entry is malformed, as any client of Redis may write one."""
     at_ms, _, record = raw.partition(b" ")
     try:
         told = orjson.loads(record)

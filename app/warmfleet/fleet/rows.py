@@ -1,7 +1,7 @@
 """The two packed records that scripts and routers share: one load row per worker, one lease per reservation.
 
-Fields and flags stand here and nowhere else: ``layout`` tells scripts their positions and formats by name, and the
-tables of lua/README.md are made of the comments beside them.
+Fields and flags are declared only here: ``layout`` makes their positions and formats for scripts, and the tables of
+lua/README.md are made of the comments beside the declarations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Annotated, TypeAlias, get_type_hints
 
-#: The numbers of a packed record, by their letters in Python's ``struct``. They come first, then the other fields.
+#: Types of a packed record's numbers, by their letters in Python's ``struct``. Numbers come before all other fields.
 U32: TypeAlias = Annotated[int, "I"]
 I32: TypeAlias = Annotated[int, "i"]
 U16: TypeAlias = Annotated[int, "H"]
 U8: TypeAlias = Annotated[int, "B"]
 
-JUDGED = 2**31  # added to the matched_tokens of a packed lease whose match was compared; no prompt is as long
+JUDGED = 2**31  # added to matched_tokens in a packed lease once its match was compared; no prompt is that long
 
 
 def numbers_of(record: type) -> dict[str, str]:
@@ -27,7 +27,7 @@ def numbers_of(record: type) -> dict[str, str]:
 
 
 class Flag(IntEnum):
-    """State of a worker, one bit each. No IntFlag, as an operation on one takes a microsecond, on a number 30 ns."""
+    """Bits of a worker's state. Not an IntFlag: an operation on an IntFlag takes 1 µs, on an int 30 ns."""
 
     SERVER = 1  # its API server is alive
     URL = 2  # its URL answered the probe
@@ -58,7 +58,7 @@ class Stage(IntEnum):
 class LoadRow:
     """The load and the facts of a worker that scripts read. Booked tokens are sums over open reservations.
 
-    In Redis the worker_id follows, so that a script which reads all rows has the names, too.
+    In Redis the worker_id follows the numbers, so that a script which reads all rows has the ids, too.
     """
 
     epoch: U32 = 0  # number that no other row ever had: a lease that names another epoch is not part of this load
@@ -88,7 +88,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reservation: its share of its worker's load, and its checkpoints: block hashes with which ``x:`` counts it.
+    """A reservation: its share of its worker's load, and its checkpoints (block hashes at which ``x:`` counts it).
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).

@@ -1,4 +1,4 @@
-"""Makes the texts of the scripts that Redis gets: with their parts, and values in place of the names of constants."""
+"""Makes the scripts' texts for Redis: puts in the included parts, and values in place of the names of constants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 LUA = files("warmfleet") / "lua"
 
-#: The first lines of a script name its KEYS, by the names of the keys and "_key", and its ARGV up to a list of varying
-#: length at the end.
+#: Patterns for a script's first lines, which name its KEYS (a key's name and "_key") and its ARGV, except a list of
+#: varying length at the end.
 _KEYS = re.compile(r"^local ([\w\s,]+?)\s*=\s+unpack\(KEYS\)$", re.MULTILINE)
 _ARGS = re.compile(r"^local ([\w, ]+) = (.*\bARGV\[.*)$", re.MULTILINE)
 _ARG = re.compile(r"(?:tonumber\()?ARGV\[(\d+)\]\)?")
@@ -37,8 +37,8 @@ _COMMENT_OR_TEXT_OR_NAME = re.compile(
 def script_text(name: str) -> str:
     """Return ``script_source`` with the values of constants in place of their names, as replicas give it to Redis.
 
-    Lua knows no constants. A name that a function uses from outside costs an allocation at each call of the script, and
-    decide has a hundred: without them it takes 5 to 10 % less of Redis. Line numbers stay.
+    Lua has no constants: a function that uses a local of its script costs an allocation at each call of the script.
+    With values in place of its hundred names, decide takes 5 to 10 % less time. Line numbers stay.
     """
     return _with_parts(f"{name}.lua", with_values)
 
@@ -55,7 +55,7 @@ def script_source(name: str) -> str:
 
 
 def with_values(text: str) -> str:
-    """Put values in place of names in a file of ``lua/``: names of the layout, and constants that the file declares."""
+    """Put values in place of the names of constants in a Lua file: those of the layout, and those it declares."""
     values = dict(LAYOUT)
 
     def take(line: re.Match[str]) -> str:

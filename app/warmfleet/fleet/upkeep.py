@@ -1,6 +1,6 @@
-"""Upkeep: apply workers' streams to the index, run the fleet's clock, clear up after workers that are gone.
+"""Upkeep: apply workers' streams to the index, run ``tick``, delete workers that are gone.
 
-Every replica does upkeep, in whatever shares: each script applies a stream entry exactly once, in one atomic step.
+All replicas do upkeep, and need not agree who does what: each stream entry is applied exactly once, by one atomic step.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 
 SNAPSHOT_SHARE = 0.25  # the least share of a tick's granted time for streams of workers that send a snapshot
-AWAITED_STREAMS = 128  # most streams awaited at once; with more, heartbeats come so often that waiting is useless
+AWAITED_STREAMS = 128  # most streams in one XREAD; with more, a heartbeat comes at once, so waiting is useless
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Limits of upkeep. With these no single call takes Redis longer than about half a millisecond."""
+    """Limits of upkeep, by which no single call takes Redis longer than about half a millisecond."""
 
     min_gap_ms: int = 25  # least time between two ticks of the whole fleet
-    rest_gap_ms: int = 600  # as min_gap_ms, for replicas where the model is at rest: mostly one of them applies
+    rest_gap_ms: int = 600  # min_gap_ms for replicas in which the model is at rest
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # silence after which a worker is forgotten
     max_streams: int = 64  # most streams that one tick looks at
-    rest_streams: int = 160  # as max_streams, for a tick at rest, which comes less often
+    rest_streams: int = 160  # max_streams for a tick at rest, because such ticks are rarer
     short_ms: int = (
-        60_000  # least time for which memory counts as short, so a snapshot that does not fit is tried once a minute
+        60_000  # least time for which memory counts as short, so that a snapshot that does not fit is rarely tried
     )
     max_blocks: int = BATCH_BLOCKS  # most block hashes that one call applies or collects
     max_entries: int = 16  # most stream entries in one call of apply_control or apply_server
     rest_applies: int = 8  # most streams that a replica at rest applies in one write, which takes Redis 0.5 ms
     applies: int = 256  # most calls of apply in one step, however much time the tick grants
     share_permille: int = 300  # share of Redis' time, in thousandths, that all replicas together may take to apply
-    call_us: int = 40  # us of Redis per call, entry and block: estimates, as scripts cannot time themselves everywhere
+    call_us: int = 40  # estimated Redis time in us per call; below: per entry, per block
     entry_us: int = 15
-    block_us: float = 2.0  # measured 1.7 to 2.0 us warm
+    block_us: float = 2.0  # measured: 1.7 to 2.0 us with warm CPU caches
     collects: int = 8  # usual calls of collect in one step; more if many slots are retired
     audit_blocks: int = 128  # most block hashes that audit compares in one call
     audit_gap_ms: int = 25  # least time between two audits of the fleet, so that a walk takes 1 % of Redis' time
@@ -61,8 +61,8 @@ class Tick:
     """The result of a tick.
 
     ran: False if another replica's tick was too recent; then only grace and short have values. grace: no worker expires
-    now. short: memory is short, so nothing is inserted. retired: number of slots to collect. backlog: streams that are
-    not empty (``events:<worker_id>``, ``server:<server_id>``). snapshots: such streams of workers that send a snapshot.
+    now. short: memory is short, so no block is inserted. retired: number of slots to collect. backlog: streams that are
+    not empty (``events:<worker_id>``, ``server:<server_id>``). snapshots: streams of workers that send a snapshot.
     forget: workers that are due to be forgotten. granted_us: Redis' time in us that this replica may take to apply.
     """
 
@@ -80,7 +80,7 @@ class Tick:
 class Applied:
     """The result of one apply. more: entries are left in the stream. cost_us: estimated time of Redis.
 
-    control: some of the entries held more than blocks and heartbeats.
+    control: some of the entries were for ``apply_control``, such as a join.
     """
 
     entries: int
@@ -94,8 +94,8 @@ class Applied:
 class Step:
     """The result of one step of upkeep.
 
-    blocks: that it applied. busy: a further step is due soon, as work is left or blocks were applied. stirred: it found
-    more than heartbeats.
+    blocks: number that was applied. busy: a further step is due soon, as work is left or blocks were applied. stirred:
+    workers sent more than heartbeats.
     """
 
     blocks: int
@@ -116,7 +116,7 @@ class Upkeep:
     """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
 
     last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
-    suspected: set when an apply of this replica has made a worker suspected.
+    suspected: set when this replica's call of apply has made a worker suspected, so that a probe is due.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -129,9 +129,9 @@ class Upkeep:
         self._wait: tuple[Sequence[str], float, bytes] = ((), 0.0, b"")  # streams, seconds and command of the last wait
 
     async def tick(self, *, rest: bool = False, used_permille: int = -1) -> Tick:
-        """Run the fleet's clock (lua/tick.lua). A tick within ``min_gap_ms`` of the last one does nothing.
+        """Call lua/tick.lua. A tick within ``min_gap_ms`` of the fleet's last one does nothing.
 
-        used_permille: of the server's memory limit; -1: not known.
+        used_permille: used share of Redis' memory limit, in thousandths; -1: not known.
         """
         scripts, now = self._scripts, (self.pace, rest, used_permille)
         if self._ticking[0] != now:
@@ -203,12 +203,12 @@ class Upkeep:
         return Applied(entries, 0, bool(more), self._cost_us(1, entries, 0))
 
     async def collect(self, max_blocks: int | None = None) -> tuple[int, int]:
-        """Remove entries of retired slots: (removed, slots left)."""
+        """Remove entries of retired slots; return (number of removed entries, number of slots left)."""
         removed, left = await self._upkeep("collect", max_blocks=max_blocks or self.pace.max_blocks)
         return removed, left
 
     async def audit(self, interval_s: float) -> Audited:
-        """Compare a piece of one worker's index with its digest; each worker has its turn every ``interval_s``."""
+        """Compare a piece of one worker's index with its digest; each worker is compared every ``interval_s``."""
         blocks, differs, walking = await self._upkeep(
             "audit",
             max_blocks=self.pace.audit_blocks,
@@ -218,15 +218,15 @@ class Upkeep:
         return Audited(blocks, bool(differs), bool(walking))
 
     async def forget(self, worker_id: str, silent_ms: int = 0) -> bool:
-        """Delete all that is known of a worker, and its API server if that has no other worker.
+        """Delete a worker's data in Redis, and its API server's if the server has no other worker.
 
         Returns False if nothing was deleted.
-        silent_ms: delete only after this much silence, and if its stream is empty; 0: in any case.
+        silent_ms: delete only after this much silence, and if the worker's stream is empty; 0: in any case.
         """
         return bool(await self._upkeep("forget", worker_id=worker_id, silent_ms=silent_ms))
 
     async def step(self, *, rest: bool = False, used_permille: int = -1) -> Step:
-        """Do a bounded round of maintenance: tick, a fair share of every backlog, collect.
+        """Do a bounded round of upkeep: tick, apply from every backlog in turn, collect.
 
         rest: the model is at rest in this replica: heartbeats may wait, and are applied several at a time.
         used_permille: as for ``tick``.
@@ -237,7 +237,7 @@ class Upkeep:
                 await self.forget(worker_id, self.pace.forget_ms)
             done = await (self._drain_at_rest(tick) if rest else self._drain(tick))
         except FleetUnavailable:
-            await self.collect()  # Redis may be full: this makes room
+            await self.collect()  # Redis may be full, and collect frees memory
             raise
         left = await self._collect_retired(tick.retired)
         blocks = sum(applied.blocks for applied in done)
@@ -247,9 +247,9 @@ class Upkeep:
     async def await_events(self, streams: Sequence[str], seconds: float) -> None:
         """Return when one of these streams or ``hello`` has an entry, or after ``seconds``. Raises FleetUnavailable.
 
-        streams: names as in ``Tick``. Applied entries are trimmed, so any entry is one to apply. Returns at once if the
-        streams are more than AWAITED_STREAMS, if one is of a wrong type (``apply_control`` deletes it), and if this
-        Redis user may not wait: the caller then looks again after its usual pause.
+        streams: names as in ``Tick``. Applied entries are trimmed, so any entry in a stream must be applied. Returns at
+        once if there are more than AWAITED_STREAMS, if a stream is of a wrong type (``apply_control`` deletes it), or
+        if this Redis user may not wait: the caller then polls at its usual interval.
         """
         if len(streams) > AWAITED_STREAMS or not self._may_wait:
             return
@@ -273,9 +273,9 @@ class Upkeep:
         return pack_command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", *keys, *["0"] * len(keys))
 
     async def _collect_retired(self, slots: int) -> int:
-        """Call collect the more often the more slots are retired, so that collecting keeps up with retiring.
+        """Call collect, more often if more slots are retired, so that collecting keeps up with retiring.
 
-        Returns the slots that are left.
+        Returns the number of slots that are left.
         """
         calls = min(max(self.pace.collects, slots // self.pace.collects), self.pace.applies)
         while slots and calls:
@@ -286,8 +286,8 @@ class Upkeep:
     async def _drain(self, tick: Tick) -> list[Applied]:
         """Apply the streams in turn, one call each, until all are empty or the granted time is spent.
 
-        Streams of workers that send a snapshot come last, but SNAPSHOT_SHARE of the time is theirs: a snapshot without
-        progress would be commanded anew.
+        Streams of workers that send a snapshot come last, but get SNAPSHOT_SHARE of the time, because a snapshot
+        without progress would be commanded anew.
         """
         live, filling = deque(tick.backlog), deque(tick.snapshots)
         done, left_us = list[Applied](), float(tick.granted_us)
@@ -303,7 +303,7 @@ class Upkeep:
             left_us -= applied.cost_us
             if applied.more:
                 waiting.append(stream)
-            await asyncio.sleep(0)  # waiting requests run before the next call
+            await asyncio.sleep(0)  # let other tasks of the event loop, such as requests, run before the next call
         return done
 
     async def _drain_at_rest(self, tick: Tick) -> list[Applied]:

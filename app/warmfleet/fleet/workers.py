@@ -1,4 +1,4 @@
-"""The workers of one pool: as one reading finds them, and what replicas and the operator write of them."""
+"""The workers of one pool: reads their state, and writes what replicas find out and operators order about them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Registration = Literal["UP", "OUT", "LEAVING", "LISTED", "GONE"]
 class Check(NamedTuple):
     """A replica's check of an engine without the plugin. replica: a random word that names the replica.
 
-    found: ``LEAVING`` if the check passed, but the replica lists the engine no longer; ``SLOW`` if no answer came in
-    time. since_s: the time for which this replica has found it so, 0 the first time. paused: somebody paused the engine
-    or put it to sleep. wait_s: the time until a request that is sent now would begin there. Both are None if not asked.
-    cause, reason: of a check that failed, a word (background/worker_words) and a sentence.
+    found: ``LEAVING`` if the replica does not list the engine any more; ``SLOW`` if no answer came in
+    time. since_s: the time for which this replica has had the same result, 0 the first time. paused: the engine is
+    paused or asleep. wait_s: the time until a request that is sent now would start there. Both are None if not asked.
+    cause, reason: of a failed check, a word (background/worker_words) and a sentence.
     """
 
     found: Literal["PASSED", "FAILED", "SLOW", "LEAVING"]
@@ -49,14 +49,14 @@ PASSED = Check("PASSED")
 
 
 class Registered(NamedTuple):
-    """The registration of an engine without the plugin after a check; lua/register.lua explains the words."""
+    """The state of an engine without the plugin after a check; lua/register.lua explains the words."""
 
     slot: int
     in_flight: int
     word: Registration
 
 
-EJECTED_S = 5.0, 300.0  # first and longest time for which a worker is ejected; each ejection takes twice the one before
+EJECTED_S = 5.0, 300.0  # first and longest time for which a worker is ejected; each ejection lasts twice the last
 
 
 @dataclass(slots=True)
@@ -65,11 +65,11 @@ class WorkerView:
 
     ``record`` and ``server`` were checked by ``records``: every field that is read later has its type. ``server`` is
     the record of its API server; None for approximate workers and while no API server has joined. ``heartbeat_age_s``
-    is None if the worker said goodbye or was never heard. ``proof`` is the result of the last probe, or "approximate"
-    where there is none; ``state`` says whether requests may go to the worker. ``probed_age_s`` counts from that
-    result; None if there is none, or the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its API
-    server. ``vouched_age_s`` counts from the last time when a replica vouched for the worker; None if none did.
-    ``told_age_s`` counts from the last time when a check read the load of an approximate worker from its metrics.
+    is None if the worker left or was never heard. ``proof`` is the result of the last probe, or "approximate"
+    for a worker that is not probed; ``state`` says whether requests may go to the worker. ``probed_age_s`` is the age
+    of that result; None without one, or if the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its
+    API server. ``vouched_age_s`` is the time since a replica last vouched for the worker; None if none did.
+    ``told_age_s`` is the time since a check last read the load of an approximate worker from its metrics.
     """
 
     worker_id: str
@@ -93,7 +93,7 @@ class WorkerView:
 
     @property
     def loras(self) -> dict[str, str]:
-        """Name and path of the adapters that its API server announced; none that has the name of a model."""
+        """Name and path of each adapter that the API server announced, except adapters with the name of a model."""
         loras = ((self.server or {}).get("facts") or {}).get("loras") or {}
         return {name: path for name, path in loras.items() if name not in self.models}
 
@@ -114,7 +114,7 @@ class WorkerView:
 
     @property
     def heard(self) -> bool:
-        """Whether the worker's heartbeats come, or replicas vouch for it."""
+        """Whether the worker's last heartbeat is recent, or replicas vouch for the worker."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property
@@ -143,8 +143,8 @@ class WorkerView:
 class Workers:
     """Reads workers. ``register``, ``vouch`` and ``eject`` write for routers, ``drain`` for the operator.
 
-    servers: the records of API servers by id, of the last reading. quiet_s: of all workers and API servers that were
-    ever heard and have not said goodbye, the longest silence at that reading.
+    servers: the records of API servers by id, of the last reading. quiet_s: the longest silence at that reading, of all
+    workers and API servers that were ever heard and have not left.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -163,7 +163,7 @@ class Workers:
         self.quiet_s = 0.0
         self._raw_servers: dict[bytes, bytes] = {}
         self._announcements: bytes | None = None  # the counter of announcements at the last reading
-        self._servers_until = 0.0  # monotonic seconds: until then ``look`` need not read them again
+        self._servers_until = 0.0  # monotonic time until which ``look`` need not read ``_raw_servers`` again
         self._rows: dict[bytes, tuple[bytes, LoadRow]] = {}  # the rows of the last reading, packed and unpacked
 
     async def read(self) -> list[WorkerView]:
@@ -171,14 +171,14 @@ class Workers:
         return await self._read(await self.reading(), fresh=True)
 
     def reading(self) -> asyncio.Future[list[Any]]:
-        """Read the raw data of ``look``, as Redis has it now. Raises FleetUnavailable."""
+        """Read the raw data for ``look`` from Redis. Raises FleetUnavailable."""
         return self._scripts.together(self._reading)
 
     async def look(self, reading: list[Any]) -> list[WorkerView]:
-        """Read as ``read`` does, for a caller that repeats it often.
+        """Return the workers as ``read`` does, for a caller that repeats this often. reading: from ``reading``.
 
-        The records of API servers, the largest part of all that a reading reads, are read when one of them has changed,
-        or a worker comes, goes or changes its state, else every SERVERS_S.
+        The records of API servers, the largest part of the data, are read only when one of them has changed, when a
+        worker comes, goes or changes its state, and else every SERVERS_S.
         """
         return await self._read(reading, fresh=False)
 
@@ -188,7 +188,7 @@ class Workers:
         changed = servers_known != len(self._raw_servers) or announcements != self._announcements
         doubt = changed or time.monotonic() >= self._servers_until
         if fresh or doubt or self._moved(loads):
-            self._servers_until = 0.0  # due until the records are read, which may fail
+            self._servers_until = 0.0  # if reading the records fails, the next call tries again
             self._raw_servers = pairs(await self._scripts.ask("HGETALL", self._scripts.keys.servers))
             self._servers_until, self._announcements = time.monotonic() + SERVERS_S, announcements
         self._rows = loads
@@ -245,13 +245,13 @@ class Workers:
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
         """Vouch for a worker whose engine answers without heartbeats, so that it stays routable for a TTL.
 
-        Returns REFUSED if the worker joined anew (its nonce is another), said goodbye, or must not be vouched for
+        Returns REFUSED if the worker joined anew (with another nonce), left, or must not be vouched for
         (lua/vouch.lua). Raises FleetUnavailable.
         """
         return cast("Vouched", (await self._scripts.keep("vouch", worker_id=worker_id, nonce=nonce)).decode())
 
     async def eject(self, worker_id: str, *, good: bool) -> Verdict:
-        """Report this replica's verdict on a worker: it is to be ejected, or (after a trial) is good.
+        """Report this replica's verdict on a worker: good (after a trial), or else to be ejected.
 
         Returns REFUSED if half of the workers are ejected already. Raises FleetUnavailable.
         """

@@ -1,1 +1,1 @@
-"""The state that this replica keeps of each model: its workers, its policy, its waiting times."""
+"""The state of each pool and model in this replica: workers, policy, requests, times to first token."""

@@ -1,9 +1,9 @@
 """Compares the cached tokens that a decision expected at an approximate worker with those that its answer reports.
 
-A worker with the plugin, or behind a bridge, reports its blocks. Of an engine that is only a URL, the fleet knows the
-prompts that it was sent, and the field ``usage`` of its answers, which counts the cached tokens of the prompt. If these
-are fewer than the decision expected, then the engine has evicted blocks or was restarted, and Redis corrects its mirror
-of that cache (lua/parts/settle/mirror).
+A worker with the plugin, or behind a bridge, reports its blocks. Of an engine without either, the fleet only knows the
+prompts that it was sent, and the number of cached prompt tokens in the field ``usage`` of its answers. If that number
+is lower than the decision expected, the engine has evicted blocks or was restarted, and Redis corrects its mirror of
+that engine's cache (lua/parts/settle/mirror).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TOLERATED_SHARE = 1 / 8
 #: Least difference in tokens that counts, because a single page of the engine explains a smaller one. Engines find
 #: whole pages only, whose size the fleet does not know (SGLang: --page-size 64); 128 is twice the largest common size.
 TOLERATED_TOKENS = 128
-#: Some engines report cached tokens only if there are any. After a first report, an answer without them means none.
-#: Number of such answers in a row after which the engine counts as restarted without the option to report them.
+#: Some engines report cached tokens only if there are any: after a first report, an answer without them means none.
+#: Number of such answers in a row after which the engine is taken to report cached tokens no more.
 SILENT_ANSWERS = 8
 MAX_WORKERS = 1_024  # most workers that a replica remembers as reporting cached tokens
 
@@ -38,9 +38,9 @@ class CacheReports:
         self._silent: dict[str, int] = {}  # reporting worker_id -> its last answers in a row without cached tokens
 
     def held_blocks(self, view: View, prompt: IdentifiedPrompt, decision: Decision, usage: Usage | None) -> int | None:
-        """Return the blocks of the prompt that the worker had, if they are fewer than the decision expected; else None.
+        """Return the number of the prompt's blocks that the worker had, if the decision expected more; else None.
 
-        None, too, if the answer does not show it. usage: the usage field of the worker's answer.
+        Also None if the answer does not tell. usage: the usage field of the worker's answer.
         """
         cached = self._cached_tokens(decision, usage)
         if cached is None or decision.speculative or prompt.kind not in KNOWN or prompt.prompt_count != 1:

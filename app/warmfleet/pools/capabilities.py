@@ -19,12 +19,12 @@ class TokenCapability:
 
 
 def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability | None:
-    """Return the capability by the facts of the worker's server; None if the worker may be given no token ids.
+    """Return the capability that the facts of the worker's server show; None if the worker may get no token ids.
 
     identity_key: names the tokenizer and the template that the worker brought.
     """
     facts: dict[str, Any] = (worker.server or {}).get("facts") or {}
     endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
     if not worker.state.matched or facts.get("kv_connector") is not False:
-        return None  # with a KV connector the field that carries the ids steers transfers
+        return None  # a KV connector reads the same request field as an order for cache transfers
     return TokenCapability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None

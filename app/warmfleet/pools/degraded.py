@@ -24,7 +24,8 @@ logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # most requests in flight at a worker, as a multiple of the mean
 FAILURES_TO_OPEN = 2
-#: Time until an emptied Redis has routable workers: 5 s to join again, 1 s to be read, 5 s for each of two probes.
+#: Time until an emptied Redis has routable workers again: 5 s until workers join, 1 s until they are read, 5 s for each
+#: of two probes, and a reserve.
 LAST_KNOWN_S = 20.0
 LOOK_S = 1.0
 
@@ -32,31 +33,31 @@ LOOK_S = 1.0
 class LastKnown:
     """The workers to choose from while Redis makes no decision.
 
-    The workers come from the last reading that had a routable one, unless readings have had none for LAST_KNOWN_S, and
-    none of these workers has answered a health check in that time. Only time with Redis counts: when Redis comes back
-    empty or with the heartbeats of an old dump, no worker is routable until the workers were heard again.
+    The workers come from the last reading with a routable worker, unless all readings of the last LAST_KNOWN_S had no
+    routable worker, and none of these workers has answered a health check in that time. Only time with Redis counts:
+    when Redis comes back empty or from an old dump, no worker is routable until heartbeats and probes come again.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._last = self._with_routable = View()
         self._answered_at = float("-inf")  # when a missing worker last answered a health check
-        self._none_since = 0.0  # the first reading without a routable worker, with no gap up to the last reading
+        self._none_since = 0.0  # time of the first reading in an unbroken row of readings without a routable worker
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = 0.0
 
     def show(self, view: View) -> None:
         """Use a new reading of the fleet; a reading older than the last one is ignored."""
         if view.read_at < self._last.read_at:
-            return  # ``look`` began a newer reading meanwhile, which ended first
+            return  # ``look`` has shown a newer reading already
         before, self._last = self._last, view
         if any(worker.routable for worker in view.workers):
             self._with_routable = view
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        # An outage forgets no worker, but these must get no request: a drain is an order, a paused engine lets requests
-        # wait, an engine with another name refuses them, and a server that said goodbye may still be up.
+        # An outage forgets no worker, but these must get no request: the operator drains them, a paused engine lets
+        # requests wait, an engine with another name refuses them, and a server that left is about to stop.
         left = {
             worker.worker_id
             for worker in view.workers
@@ -69,22 +70,22 @@ class LastKnown:
     @property
     def workers(self) -> Sequence[WorkerView]:
         """The workers to choose from, routable or not."""
-        if self._last.read_at - self._none_since < LAST_KNOWN_S:  # while there are no readings, no time passes
+        if self._last.read_at - self._none_since < LAST_KNOWN_S:  # times of readings, so only time with Redis counts
             return self._with_routable.workers
         return self._lost() if time.monotonic() - self._answered_at < LAST_KNOWN_S else self._last.workers
 
     @property
     def names(self) -> Mapping[str, int]:
-        """The names that workers served at the last reading with a routable worker; a restart must take none away."""
+        """The names that workers served at the last reading with a routable worker, by number of workers."""
         return self._with_routable.names.counts
 
     @property
     def missing(self) -> Sequence[WorkerView]:
-        """The part of ``workers`` that the last reading lacks or has as silent. Empty while some worker is routable."""
+        """Those of ``workers`` that the last reading lacks, or has as silent. Empty while some worker is routable."""
         return () if self._last is self._with_routable or self.workers is self._last.workers else self._lost()
 
     def _lost(self) -> Sequence[WorkerView]:
-        """Return the workers that vanished from the readings; a worker that said goodbye or is heard did not vanish."""
+        """Return the workers that vanished without leaving: missing in the last reading, or silent there."""
         here = {
             worker.worker_id for worker in self._last.workers if worker.state.alive or worker.heartbeat_age_s is None
         }
@@ -112,7 +113,7 @@ class LastKnown:
 
 
 class DegradedMode:
-    """Chooses workers by this replica's own requests while Redis cannot; says whether asking Redis is worth a try."""
+    """Chooses workers without Redis, by the number of this replica's own requests there; tells whether to ask Redis."""
 
     def __init__(self, retry_s: float, tag: str = "") -> None:
         """retry_s: seconds without a question to Redis after two failures in a row. tag: the pool's, for the log."""
@@ -137,7 +138,7 @@ class DegradedMode:
 
     @property
     def asks_redis(self) -> bool:
-        """Whether to ask Redis: not for ``retry_s`` after two failures in a row, as each time-out delays a request."""
+        """Whether to ask Redis: no for ``retry_s`` after two failures in a row, as each time-out delays a request."""
         return self._failures < FAILURES_TO_OPEN or time.monotonic() >= self._asks_again_at
 
     @property

@@ -1,9 +1,9 @@
-"""Sets how much prefill engines get before they have finished the last: enough never to idle or compute tiny steps.
+"""Sets how much prefill may be booked at an engine in advance: enough that engines never idle or compute tiny steps.
 
-An engine idles if it has computed all its prompts while the next prompt is still on its way. The way is a decision,
-HTTP, and the engine's own work before it begins to compute. So a request to an engine with nothing to do measures the
-way: the time until its first byte, less the time of its prefill at the engine's speed. The median of the last samples
-counts, because steps of running answers and a busy machine delay some of them.
+An engine idles if it has computed all its prompts while the next prompt is still on its way there. The latency of that
+way is the time for a decision, for HTTP, and for the engine's own work before it computes. A request to an idle engine
+measures it: the time until its first byte, less the time of its prefill at the engine's speed. The median of the last
+samples counts, because steps of running answers and a busy machine delay some requests.
 
 An engine computes all waiting prompts in one step, and each step has a least duration however little it computes. With
 one small prompt in each step, that duration is a large share of the time. Engines measure and report the duration. The
@@ -24,33 +24,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.engine_lead_time")
 
-SAMPLES = 32  # number of last measurements of the way that are kept
-LOOK_EACH = 8  # number of requests between two looks at the samples
-LONGEST_PREFILL_S = 0.2  # longest prefill of a sample: in a longer one an error of the speed outweighs the way
-WAYS = 2  # work ahead, in ways: while a request is on its way, another is in the engine
-STEPS = 16  # work ahead, in least durations of a step, so that these are a small share of the time
-MOST_STEPS, WAITING_SHARE = 64, 0.5  # while much waits: work ahead is this share of it, up to 64 least durations
-MARGIN_S = 0.01  # time from a request's turn in the queue until its replica asks for the decision
+SAMPLES = 32  # number of the last latency samples that count
+LOOK_EACH = 8  # number of samples after which the limit is computed again
+LONGEST_PREFILL_S = 0.2  # longest prefill of a sample: with a longer one an error of the speed outweighs the latency
+WAYS = 2  # booked prefill, as a multiple of the latency: while a request is on its way, another is in the engine
+STEPS = 16  # booked prefill, as a multiple of a step's least duration, so that this is a small share of the time
+MOST_STEPS, WAITING_SHARE = 64, 0.5  # booked prefill, as a share of the queue's work, up to 64 least durations
+MARGIN_S = 0.01  # time from a ticket's turn until its replica asks for the decision
 STEP_S = 0.01  # unit in which the limit changes, so that it does not follow every sample
-MOST_S = 0.5  # most work ahead: a longer way means an engine in trouble; more would undo the queue's order
+MOST_S = 0.5  # highest limit: a longer latency means an engine in trouble; a higher limit would undo the queue's order
 
 
 class EngineLeadTime:
-    """The prefill that engines of one model get ahead, by what this replica's requests show and by the engines' steps.
+    """The limit of prefill booked at engines of one model, from this replica's latency and the engines' step durations.
 
-    Raises ``max_engine_wait_s`` of its fleet while that is too little, but not above ``objective_s`` (0: none).
+    Raises ``max_engine_wait_s`` of its fleet while that is too low, but not above ``objective_s`` (0: none).
     """
 
     def __init__(self, fleet: Fleet, objective_s: float) -> None:
         self._fleet = fleet
         self._most_s = min(MOST_S, objective_s or math.inf)
-        self._set_s: float | None = None  # the limit as the operator set it, once it was raised
+        self._set_s: float | None = None  # the limit that the operator set; None until it was raised
         self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._seen = 0
         self._way_s = self._step_s = self._waiting_s = 0.0
 
     def first_byte(self, decision: Decision, speed_tps: int, took_s: float) -> None:
-        """Take the time until a stream's first byte. took_s: since its decision began. speed_tps: 0: not known."""
+        """Take a latency sample. took_s: from the request for a decision to the first byte. speed_tps: 0: not known."""
         if decision.wait_tokens or decision.flagged or decision.approximate or not speed_tps:
             return
         prefill_s = decision.prefill_tokens / speed_tps

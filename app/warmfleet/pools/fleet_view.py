@@ -24,18 +24,17 @@ MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/dec
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The workers of one model by one reading, and tables made of it.
+    """The workers of one model at one reading, with tables made from them.
 
     identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
-    the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker that
-    brought the files that most workers brought; None if no worker brought any, or the settings name a tokenizer.
-    max_model_len: the longest context of all routable workers, in tokens. names: served by the workers. streams: those
-    of the workers and their API servers. unreported: workers behind a bridge, which reports no finished prefill.
-    read_at: monotonic seconds.
-    By worker_id are identity_keys, of the workers that brought files; handoff, the capability of each worker that takes
-    token ids; limits, the contexts, if they differ; urls; ranks, only of the engine cores of a server that has several;
-    speeds, in prefill tokens a second, 0: not known; sorting, the speeds of the workers whose engines take waiting
-    prompts by priority; labels, of the workers that have some.
+    the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker with
+    the tokenizer files that most workers have; None if no worker has any, or the settings name a tokenizer.
+    max_model_len: the longest context of all routable workers, in tokens. names: served by the workers. streams: names
+    of the streams of the workers and their API servers. unreported: workers behind a bridge that reports no finished
+    prefill. read_at: monotonic seconds.
+    By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
+    limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
+    (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
     """
 
     workers: tuple[WorkerView, ...] = ()
@@ -74,7 +73,7 @@ class View:
         return steps[len(steps) // 2] / 1e6 if steps else 0.0
 
     def token_s_of(self, worker_id: str) -> float:
-        """Return the seconds of prefill of one token at this worker; of the median speed if its own is not known."""
+        """Return the seconds of prefill of one token at this worker; at the median speed if its own is not known."""
         speed_tps = self.speeds.get(worker_id, 0)
         return 1 / speed_tps if speed_tps > 0 else self.token_s
 
@@ -108,9 +107,9 @@ class View:
     def remembering(self, before: View) -> View:
         """Return this view; if it has no routable worker, it identifies prompts as the view ``before`` does.
 
-        A decision may find a worker routable that its replica's last reading did not: Redis came back empty and the
-        worker proved itself since, or with an old dump, when decisions take no worker for dead (lua/tick.lua). Without
-        block hashes such a decision would match nothing. The first reading of a routable worker replaces the old one.
+        A decision may choose a worker that was not routable at its replica's last reading: after Redis came back empty
+        and the worker was proved again, or from an old dump, while no worker counts as dead (lua/tick.lua). Without
+        block hashes such a decision would match nothing. The first reading with a routable worker ends this.
         """
         if any(worker.routable for worker in self.workers):
             return self
@@ -168,7 +167,7 @@ def view_of(
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:
     """Return whether requests to this server must name a rank; a server with one core may refuse such a request.
 
-    known: how many of its cores are in the fleet; more may still join, so the server's announced number counts, too.
+    known: number of its cores in the fleet. More may still join, so the number that the server announced counts, too.
     """
     return max(known, int((server.get("facts") or {}).get("ranks") or 0)) > 1
 

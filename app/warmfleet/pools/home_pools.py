@@ -1,18 +1,18 @@
 """Finds the home pools of a prompt among the pools of a model: a key of the prompt, and rendezvous hashing by the key.
 
 The key is the block hash at a depth (tokens from the start) at which few conversations are alike. A beginning (the
-blocks up to a depth) that many share, such as a system prompt, is no key, because it would send them all to the same
-two pools. So a replica counts how many of the latest conversations had each beginning. Where that is more than HOT of
-one pool's share of them all, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation that
-grows keeps its key: the key does not depend on the prompt's length, once the prompt is longer than the depth. All turns
-count as one conversation.
+blocks up to a depth) that many conversations share, such as a system prompt, is no key, because it would send them all
+to the same two pools. So a replica counts the latest conversations with each beginning. If these are more than HOT of
+an average pool's conversations, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation
+that grows keeps its key, because the key does not depend on the prompt's length once the prompt is longer than the
+depth. All turns count as one conversation.
 
-A prompt belongs to a known conversation if it has all known beginnings of it; it may be longer than they are.
+A prompt belongs to a known conversation if it has all known beginnings of it, even if the prompt is longer.
 
-Prompts with the same beginning have the same home pools, at every replica, so their blocks are looked for where they
-are. With n pools, one that joins or leaves moves one beginning in n. A pool gets as large a share
-of the beginnings as its weight is of all weights, and a weight that changes moves only what that share gains or loses
-(weighted rendezvous hashing, Schindelhauer and Schomaker 2005).
+Prompts with the same key have the same home pools, at every replica, so requests find the blocks of earlier ones. With
+n pools, a pool that joins or leaves moves one key in n. A pool's share of the keys is its share of all weights, and a
+changed weight moves only the keys by which that share grows or shrinks (weighted rendezvous hashing, Schindelhauer and
+Schomaker 2005).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 
 HASH_BYTES = 8  # length of a block hash in a chain
-HOT = 0.5  # share of a pool's conversations above which a beginning is hot, as two pools can bear that
-DEEPER = 4  # the next depth is a quarter deeper; twice the depth would be behind the end of many prompts
-COOL = 0.5  # share of the hot count below which a hot beginning serves as a key again
-LEAST = 8.0  # fewest conversations that make a beginning hot
+HOT = 0.5  # count above which a beginning is hot, as a share of an average pool's conversations
+DEEPER = 4  # divisor: the next depth is a quarter deeper; a depth twice as deep would exceed many prompts
+COOL = 0.5  # count below which a hot beginning may be a key again, as a share of the count that makes it hot
+LEAST = 8.0  # fewest conversations by which a beginning can be hot
 WINDOW = 512  # number of prompts after which all counts are halved, which also bounds their number
 FORGOTTEN = 0.5  # largest halved count that is dropped
 MAX_DEPTHS = 24  # most depths at which a prompt is looked at; the last is 200 times the first
@@ -55,8 +55,8 @@ class Beginnings:
     """The latest conversations of one served model, by their beginnings."""
 
     def __init__(self) -> None:
-        self._counts: dict[bytes, float] = {}  # conversations, by the block hash at which a beginning ends
-        self._goes_on: set[bytes] = set()  # beginnings of which a longer one is known
+        self._counts: dict[bytes, float] = {}  # last block hash of a beginning -> number of conversations
+        self._goes_on: set[bytes] = set()  # beginnings that a longer known beginning continues
         self._hot: set[bytes] = set()
         self._total = 0.0
         self._until_halved = WINDOW
@@ -65,9 +65,9 @@ class Beginnings:
         return len(self._counts)
 
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
-        """Count a prompt; return its key, given the number of pools; empty if no block hash of the prompt is known.
+        """Count a prompt and return its key; empty if no block hash of the prompt is known.
 
-        depth_tokens: where a key is looked for first. counted: False for a prompt that is only explained.
+        depth_tokens: the first depth. pools: their number. counted: False for a prompt that is only explained.
         """
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:

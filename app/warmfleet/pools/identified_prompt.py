@@ -70,7 +70,7 @@ class _Found(NamedTuple):
 async def identify_here(request: Request, pool: Pool) -> IdentifiedPrompt:
     """Identify the prompt by the identity that this replica has loaded, without asking an engine. Never fails.
 
-    Identifying may take seconds; the workers that cannot serve the request are judged by the newest reading after it.
+    Identifying may take seconds, so ``unable_workers`` is found by the reading that is the newest afterwards.
     """
     view = pool.view
     try:
@@ -89,7 +89,7 @@ def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: s
 
 
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
-    """Return the prompt for the workers of another pool's view; None if they may make other token ids or blocks of it.
+    """Return the prompt for another pool's view; None if its workers may make other token ids or block hashes.
 
     view: the view by which the prompt was identified.
     """
@@ -103,7 +103,7 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
 
 
 def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedPrompt:
-    """Return the prompt with the workers that cannot serve it by this view, as names change while a request waits."""
+    """Return the prompt with ``unable_workers`` by this view, as served names may change while a request waits."""
     barred = _barred(request, view, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 
@@ -129,7 +129,7 @@ def _barred(
 def _unable(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
-    """Return the workers that serve no such name, or have too short a context."""
+    """Return the workers that do not serve the request's model name, or have too short a context."""
     if not (view.limits or view.names.differ):
         return ()
     if len(prompts) == 1:
@@ -163,7 +163,7 @@ async def _reproduced(request: Request, view: View) -> _Found:
     if view.text:
         texts = canonical_text(request)
         chain = text_chain(longest := max(texts, key=len))
-        if identity is not None:  # known token ids give the number of tokens per block of this text
+        if identity is not None:  # the number of token ids tells how many tokens a text block of this prompt has
             held = text_block_tokens(len(longest), max(prompt.tokens for prompt in prompts))
             chain = chain._replace(block_tokens=held)
         chains = (*chains[: MAX_SCHEMES - 1], chain)

@@ -1,6 +1,6 @@
 """Tells whether a pool is idle: no request has come to this replica for a while, and workers sent only heartbeats.
 
-Heartbeats to an idle pool need not be applied at once, so a replica of many models wakes a few times a second for all.
+Heartbeats of an idle pool may be applied late, so a replica with many idle pools need not wake often for each.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-AFTER_S = 10.0  # time of nothing but heartbeats; joins, probes and a request's last events are over by then
+AFTER_S = 10.0  # time with only heartbeats until a pool is idle, enough for joins, probes and a request's last events
 
 
 class Idle:

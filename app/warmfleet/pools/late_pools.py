@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer", bound="asyncio.Future[Any]")
 
-LATE_S = 0.05  # longest wait once another pool has answered; a decision takes a hundredth of it
-GRACE_S = 0.005  # further wait, for answers that came while this replica itself was stuck
+LATE_S = 0.05  # longest wait for a pool after another pool has answered; a decision takes a hundredth of it
+GRACE_S = 0.005  # further wait, to read answers that arrived while this replica's event loop was blocked
 
 
 class LatePool(FleetUnavailable):

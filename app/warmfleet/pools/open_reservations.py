@@ -1,4 +1,4 @@
-"""Keeps the reservations that this replica must still give back, and the outcomes that Redis did not take yet."""
+"""Keeps this replica's open reservations, and the outcomes of ended ones that could not be sent to Redis yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Outcome
 
 MAX_OUTCOMES = 10_000  # most outcomes kept; the leases of further ones expire by themselves
-KEPT_S = 30.0  # time for which an outcome is kept: older leases have expired, so nothing is left to give back
+KEPT_S = 30.0  # time for which an outcome is kept; by then its lease has expired, so nothing is left to give back
 
 
 class OpenReservations:
@@ -30,12 +30,12 @@ class OpenReservations:
         return reservation in self._open
 
     def add(self, renewal: Renewal) -> None:
-        """Keep a reservation that was just booked, and no outcome of an earlier booking under its id."""
+        """Keep a reservation that was just booked, and drop the outcome of an earlier booking under its id."""
         self._open[renewal.reservation] = renewal
         self._outcomes.pop(renewal.reservation, None)
 
     def prefill_done(self, reservation: str) -> bool:
-        """Renew no prefill of this reservation from now on. False if its prefill is done already, or it is not open."""
+        """Note that this reservation's prefill is done. False if that was noted before, or it is not open."""
         renewal = self._open.get(reservation)
         if renewal is None or renewal.started:
             return False
@@ -51,7 +51,7 @@ class OpenReservations:
         return list(self._open.values())
 
     def renewal(self, reservation: str) -> Renewal | None:
-        """Return how to renew this reservation; None if it is not open any more."""
+        """Return the renewal of this reservation; None if it is not open any more."""
         return self._open.get(reservation)
 
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
@@ -64,11 +64,11 @@ class OpenReservations:
             self._outcomes[reservation] = outcome, time.monotonic() + KEPT_S
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Outcomes that Redis has not taken yet, by reservation, but for those whose leases have expired."""
+        """Return the outcomes to send again, each with its reservation, except those older than KEPT_S."""
         now = time.monotonic()
         self._outcomes = {name: kept for name, kept in self._outcomes.items() if kept[1] > now}
         return [(reservation, outcome) for reservation, (outcome, _) in self._outcomes.items()]
 
     def outcome_taken(self, reservation: str) -> None:
-        """Redis has the outcome of this reservation now."""
+        """Note that Redis has the outcome of this reservation now."""
         self._outcomes.pop(reservation, None)

@@ -1,4 +1,4 @@
-"""Judges workers by the answers that this replica got, or that gateways reported, so that bad ones are ejected.
+"""Judges workers by the answers that this replica got, or that gateways reported, so that failing ones are ejected.
 
 A failure counts only if it is the worker's own: another worker served the same request later, or the answer broke
 off after its first byte. A request that every worker fails says nothing about them, and clients' own mistakes (4xx) do
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 30.0  # time after which counts are halved
 FAILURES = 3  # fewest failures for a verdict, as one bad moment must not be enough
-SHARE = 0.1  # least share of the worker's requests here that must have failed, too
+SHARE = 0.1  # least share of failures among the worker's requests from this replica, also needed for a verdict
 MAX_WORKERS = 1_024  # most workers counted at a time
 
 
@@ -29,7 +29,7 @@ class Judged(NamedTuple):
 class Outliers:
     """The answers of one model's workers, counted in this replica.
 
-    ``verdicts``: worker_id -> False if it is to be ejected, True if it passed its trial. A round tells Redis of them.
+    ``verdicts``: worker_id -> False if it is to be ejected, True if it passed its trial; a background round sends them.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Outliers:
         worker_id = decision.worker_id
         if decision.trial:
             self.verdicts[worker_id] = True
-        if worker_id in self._counts:  # without a failure nothing is counted, to save time
+        if worker_id in self._counts:  # a worker's requests are counted only after its first failure, to save time
             served, failed, since = self._recent(worker_id)
             self._counts[worker_id] = served + 1, failed, since
 

@@ -21,7 +21,7 @@ HOMES = 8  # most workers of a session's ring order in a decision, as at least o
 
 
 class PolicyChoice:
-    """The policy of one model: the operator's while there is one, else the setting's. ``name``: the policy in force."""
+    """The policy of one model: the operator's if one is ordered, else the setting's. ``name``: the policy in force."""
 
     def __init__(self, configured: str = "cost") -> None:
         self.configured = self.name = configured

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
 
-AVOID_S = 3.0  # time for which a worker is avoided after a failure; the fleet needs a TTL to see a death
-REFUSED_S = 6.0  # time until a name is tried again at a worker that refused it: its names were announced by then
+AVOID_S = 3.0  # time for which this replica avoids a worker after a failure
+REFUSED_S = 6.0  # time until a name is tried again at a worker that refused it; changed names are announced by then
 UNREAD_S = 3.0  # age of the last reading of the fleet above which Redis counts as away
 MAX_AVOIDED = 64  # most avoided workers at a time, and most refused names
 
@@ -38,10 +38,10 @@ MAX_AVOIDED = 64  # most avoided workers at a time, and most refused names
 class Pool:
     """The workers of one model tag, and everything that this replica remembers about requests for them.
 
-    ``view`` is the last reading of the fleet and ``read`` is set after the first one. ``reservations`` are this
-    replica's own, ``tries`` its requests that wait for an engine, ``outliers`` its verdicts on workers, ``ttft`` its
-    clients' times to first token, ``lead_time`` how much prefill engines get in advance, ``uses`` the prefixes that its
-    prompts share, and ``recent`` its last decisions. ``idle`` says whether no request came lately. ``degraded`` and
+    ``view`` is the last reading of the fleet and ``read`` is set after the first one. Of this replica are
+    ``reservations``, ``tries`` (requests that wait for an engine), ``outliers`` (verdicts on workers), ``ttft``
+    (clients' times to first token), ``lead_time`` (how much prefill engines get in advance), ``uses`` (prefixes that
+    prompts share), ``recent`` (last decisions) and ``idle`` (whether no request came lately). ``degraded`` and
     ``last_known`` choose a worker while Redis cannot.
     """
 
@@ -74,7 +74,7 @@ class Pool:
         self.read = asyncio.Event()
         self.last_known = LastKnown(fleet)
         self._avoided_until: dict[str, float] = {}
-        #: (worker_id, name) -> all names that the worker announced then, and when it may get the name again.
+        #: (worker_id, refused name) -> all names that the worker announced then, and when the name is tried again.
         self._refused: dict[tuple[str, str], tuple[object, float]] = {}
 
     @property
@@ -92,9 +92,9 @@ class Pool:
 
     @property
     def weight(self) -> int:
-        """The pool's weight among the model's pools: the number of its workers, also of those away, but at least 1.
+        """The pool's weight among the model's pools: the number of its workers, at least 1.
 
-        Workers that are away count so that an engine that is started again moves no conversation to other pools.
+        Workers that are away count, too, so that the restart of an engine moves no conversation to other pools.
         """
         return max(1, len(self.view.workers))
 
@@ -137,8 +137,8 @@ class Pool:
     def refused(self, worker_id: str, model: str) -> bool:
         """Send no request for a name to a worker that refused it, until it announces other names or REFUSED_S passed.
 
-        Returns whether the refusal counts against the worker. Only the first one since its last announcement does: all
-        its names may change at once while other requests are on their way.
+        Returns whether the refusal counts against the worker: only the first refusal since its last announcement does,
+        because all its names may change at once while other requests are on their way.
         """
         names, counts = self.view.names, all(worker != worker_id for worker, _ in self._refused)
         if len(self._refused) < MAX_AVOIDED:
@@ -162,5 +162,5 @@ class Pool:
         return view if names is view.names else replace(view, names=names)
 
     def servers_of(self, model: str) -> int:
-        """Return how many workers serve this name; the workers that were known last, if none does now."""
+        """Return how many workers serve this name now; if none does, how many did at the last usable reading."""
         return self.view.names.counts.get(model) or self.last_known.names.get(model, 0)

@@ -46,7 +46,7 @@ FALLBACK = {
     "no_worker": "Redis knows no worker that takes requests",
 }
 REFUSED = "Redis refused the decision ({}; the log tells more)"
-MATTERS_S = 0.0005  # least difference in seconds that is told, as a smaller one would be shown as 0 ms
+MATTERS_S = 0.0005  # least difference in seconds that is shown, because a smaller one would be rounded to 0 ms
 #: The words for the steps by which the policy ``cost`` chooses among workers that cost the same.
 OF_A_TIE = frozenset({"home", "prefix", "pressure", "flight", "seed"})
 
@@ -68,7 +68,7 @@ def in_words(policy: str, why: str, seen: Seen) -> str:
 
 
 def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
-    """Tell why the worker that holds most of the prompt was not chosen; "" if the chosen one holds about as much."""
+    """Tell why the worker that holds most of the prompt was not chosen; "" if the chosen worker holds about as much."""
     rows = {row.worker_id: row for row in seen.candidates}
     if policy != "cost" or chosen not in rows:
         return ""

@@ -1,7 +1,7 @@
-"""Keeps the last decisions of one model in this replica, and sums over all of them, for the status page.
+"""Keeps the last decisions of one model in this replica, and sums over all its decisions, for the status page.
 
 Only the fields that a decision returns anyway are kept: no prompt, no block hash, no client. While a status page is
-open, one decision in a second returns all candidates that it sees (``wanted``); otherwise no decision does.
+open, one decision in a second also returns all its candidates (``wanted``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
-KEPT = 50  # decisions kept, as many as a page shows; with all candidates of 64 workers they take about a megabyte
-TOLD = 10  # decisions with all candidates that are kept besides, as the last KEPT may include none
+KEPT = 50  # number of last decisions, as many as a page shows; with the candidates of 64 workers about a megabyte
+TOLD = 10  # number of last decisions with all candidates, because the last KEPT may include none
 
 
 class Recent(NamedTuple):
@@ -37,9 +37,9 @@ class Recent(NamedTuple):
 class RecentDecisions:
     """The last KEPT decisions, the last TOLD with all candidates, and the sums of all since this replica's start.
 
-    ``decided``: the number of all decisions. ``fallbacks``: how many of them Redis did not make. The sums of tokens
-    leave fallbacks out: the cache of their workers is not known. ``wanted``: the next decision shall return all
-    candidates; the code that asks for that decision clears it.
+    ``decided``: the number of all decisions. ``fallbacks``: how many of them were made without Redis. The sums of
+    tokens leave fallbacks out, whose match is unknown. ``wanted``: the next decision shall return all candidates; the
+    code that asks for that decision clears ``wanted``.
     """
 
     __slots__ = ("_last", "_told", "decided", "fallbacks", "matched_tokens", "prompt_tokens", "wanted")

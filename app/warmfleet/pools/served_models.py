@@ -55,7 +55,7 @@ class ServedModel:
         self._beginnings = Beginnings()
 
     def drain(self, tags: frozenset[str], moving: frozenset[str] = frozenset()) -> None:
-        """Let the pools of these tags, and no others, get no new request while another one can serve it.
+        """Drain the pools of these tags, and no others: they get no new request while another pool can serve it.
 
         moving: tags of the pools whose workers shall go to other pools.
         """
@@ -64,14 +64,14 @@ class ServedModel:
             pool.draining = pool.tag in tags
 
     def succeed(self, before: ServedModel) -> None:
-        """Replace the pools of this model."""
+        """Take over from ``before``, the same model with other pools, what is known about prompts."""
         self._beginnings = before._beginnings
 
     @property
     def missing(self) -> list[str]:
-        """The tags of the pools that a new replica waits for, as they get new requests but are not usable yet.
+        """The tags of the pools that a new replica waits for: they get new requests, but are not usable yet.
 
-        A pool that was read and has no worker at all may be new, and counts as missing only if no other pool is usable.
+        A pool that was read and has no worker at all may be new: it is missing only if no other pool is usable.
         """
         drained = len(self.draining) == len(self.pools)
         waited_for = [pool for pool in self.pools if not pool.usable and (drained or not pool.draining)]
@@ -118,7 +118,7 @@ class ServedModel:
 class Pools:
     """All pools of this replica, by the models that they serve. Pools may come and go while it runs (``change``).
 
-    ``served``: by the name of the model. ``leaving``: pools that serve no longer, until their requests have ended.
+    ``served``: by the name of the model. ``leaving``: removed pools whose last requests have not ended yet.
     """
 
     def __init__(self, pools: Sequence[Pool]) -> None:
@@ -142,7 +142,7 @@ class Pools:
         self._count()
 
     def forget(self, pool: Pool) -> None:
-        """Drop a leaving pool, in which this replica has nothing left."""
+        """Drop a leaving pool, in which this replica has no request any more."""
         self.leaving = tuple(other for other in self.leaving if other is not pool)
         self._count()
 
@@ -161,9 +161,9 @@ class Pools:
         return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
 
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
-        """Return the pool in which each of these workers is heard, if that is another pool: worker_id -> tag.
+        """Return for each of these workers that is silent here but heard in another pool: worker_id -> tag of that pool.
 
-        An engine known by its URL may be heard in a pool of another model. Any other worker there is a namesake.
+        In pools of other models only engines without the plugin count, known by URL: others have an equal id by chance.
         """
         silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
         others = [other for other in self.all if other is not pool] if silent else []
@@ -237,7 +237,7 @@ class Pools:
         if not self._contacted:
             await self._first_reading()
         served = self.served.get(model)
-        if served is not None:  # a name that the operator gave goes to no other model, whatever workers announce
+        if served is not None:  # a model's own name means that model, whatever other models' workers announce
             return served.reference
         if not model:
             if len(self.served) == 1:
@@ -253,7 +253,7 @@ class Pools:
     async def _first_reading(self) -> None:
         """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came.
 
-        If every model was read at least once, nothing is waited for.
+        Returns at once if every model was read before.
         """
         self._contacted = self.contacted
         if self._contacted:
@@ -267,7 +267,7 @@ class Pools:
 
     @property
     def contacted(self) -> bool:
-        """Whether every model was read at least once. One pool of it suffices, as its others may be away."""
+        """Whether at least one pool of every model was read; other pools of a model may be away."""
         return all(any(pool.contacted for pool in model.pools) for model in self.served.values())
 
     async def each(self, work: Callable[[Pool], Awaitable[object]]) -> None:
@@ -299,7 +299,7 @@ async def as_answered(
 ) -> None:
     """Call ``take`` with each answer and its subject as soon as the answer is there; then raise the first failure.
 
-    A question that Redis leaves open delays no other answer. A task for each answer would cost more than the answers.
+    A late answer delays no other. One task takes all answers, because a task for each would cost more time than they.
     """
     waiting, failures = set(asked), list[Exception]()
     try:

@@ -29,7 +29,7 @@ class _Group(NamedTuple):
     ids: list[str]
 
     def serves(self, name: str, path: str | None) -> bool:
-        """Return whether the group serves the name. path: the adapter's; must agree, as block hashes contain it."""
+        """Return whether the group serves the name. path: an adapter's; must be equal, as block hashes contain it."""
         return name in self.models or (path is not None and self.loras.get(name) == path)
 
 
@@ -38,7 +38,7 @@ class ServedNames:
 
     ``counts``: how many proved workers serve each name. ``routable``: the names that routable workers serve, in order.
     ``paths``: by the name of an adapter, the path from which most of its workers loaded it, which block hashes contain.
-    ``differ``: some worker lacks a name that another one serves.
+    ``differ``: some worker lacks a name that another worker serves.
     """
 
     def __init__(self, workers: Sequence[WorkerView] = ()) -> None:
@@ -86,7 +86,7 @@ class ServedNames:
         return any(worker not in lacking for ids in serving for worker in ids)
 
     def told(self, worker_id: str) -> object:
-        """Return the names that the worker announced, as a value to compare; None for a worker that is not known."""
+        """Return the names that the worker announced, as a value to be compared; None for an unknown worker."""
         return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:

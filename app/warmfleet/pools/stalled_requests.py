@@ -3,16 +3,16 @@
 No request has a timer; instead all requests are looked at in rounds. A request is ended on three grounds.
 
 *A lost worker* is not alive while other workers of its model are: its last heartbeat is older than the TTL, or it has
-been out of the fleet for a TTL (it said goodbye, its API server is gone, or its health check fails). A request that got
+been out of the fleet for a TTL (it left, its API server is gone, or its health check fails). A request that got
 no byte from a lost worker for ``quiet_s`` is given up. An outage of Redis silences all workers, so it ends no request:
 no worker is lost until the fleet was readable for a whole TTL without a gap. A worker that moved to another pool of its
-model works on what it had begun: it is lost only if it is not alive there either.
+model finishes its requests: it is lost only if it is not alive there either.
 
 *A hung worker* is heard, but does not work: its API server does not answer ``/health`` (``background/hung_engines``),
 or it stands still: for STILL_S it sent no byte at all, though an answer had begun. An engine that works sends each
-running stream a token every few milliseconds. Requests that wait for their first byte there are given up.
+running stream a token every few milliseconds. Requests that wait for their first byte at a hung worker are given up.
 
-*A time limit* of the settings: a stream that is silent in its middle, or a request that takes too long in all.
+*A time limit* of the settings is exceeded: for the silence within a stream, or for the duration of a request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STILL_S = 30.0  # silence after which an engine stands still; a long prefill wit
 
 
 class Try:
-    """A request at one worker, from the moment at which it is sent until its answer has ended."""
+    """A request at one worker, from when the request is sent until its answer has ended."""
 
     __slots__ = ("_bytes", "_bytes_at", "received_at", "response", "worker_id")
 
@@ -51,7 +51,7 @@ class Try:
         self._bytes_at = 0.0
 
     def quiet_s(self, now: float) -> float:
-        """Return the seconds without a byte from the engine since the first call, 0 while the client reads slowly."""
+        """Return the seconds without a byte from the engine, counted from the first call; 0 while the client is slow."""
         response = self.response
         if response.received != self._bytes or not response.waiting:
             self._bytes, self._bytes_at = response.received, now
@@ -75,10 +75,10 @@ class Tries:
         self._open.pop(reservation, None)
 
     def look(self, workers: Sequence[WorkerView], now: float, others: Sequence[Iterable[WorkerView]] = ()) -> int:
-        """Give up the requests that wait for a lost worker; returns how many they were.
+        """Give up the requests that wait for a lost worker; return their number.
 
-        workers: as they were just read. now: by ``time.perf_counter``. others: the workers of each other pool of the
-        model, as they were read last.
+        workers: from a new reading. now: by ``time.perf_counter``. others: the workers of each other pool of the
+        model, from its last reading.
         """
         if now - self._looked_at > GAP_S:
             self._steady_since = now
@@ -125,7 +125,7 @@ class Tries:
         return {worker_id for worker_id, began, _ in quiet_s if began} - sending
 
     def give_up(self, hung: Collection[str], now: float) -> int:
-        """Give up the requests that wait at hung workers for their first byte; returns how many they were."""
+        """Give up the requests that wait for their first byte at hung workers; return their number."""
         waiting = [request for request in self._open.values() if request.worker_id in hung]
         return self._give_up([request for request in waiting if not request.response.began], now)
 
@@ -139,7 +139,7 @@ class Tries:
 
 
 def _expired(worker: WorkerView) -> bool:
-    """Return whether the worker's last heartbeat is older than the TTL. A worker that said goodbye has no heartbeat."""
+    """Return whether the worker's last heartbeat is older than the TTL; False for a worker that left."""
     return worker.heartbeat_age_s is not None and not worker.heard
 
 

@@ -1,4 +1,4 @@
-"""Counts how long a model's clients wait for their first byte, and derives the time to first token for decisions.
+"""Counts how long a model's clients wait for their first byte (TTFT), and derives the TTFT that decisions aim at.
 
 Waits are counted in buckets that are 9 % wide. So a quantile is at most 4.5 % wrong for any distribution, a request
 costs one addition, and the size is fixed. Waits older than the window are forgotten, a twelfth of the window at a time.
@@ -20,8 +20,8 @@ LEAST_S = 1e-4  # shortest wait in seconds; a shorter one counts as this long
 PER_OCTAVE = 8  # number of buckets between a wait and the double of it
 BUCKETS = 24 * PER_OCTAVE  # number of buckets; the last one ends at 1,677 s
 MET = 0.9  # the quantile of the waits that must meet the objective (app/docs/decisions/013)
-FOLLOWED = 0.5  # quantile of the waits that the objective in force may not exceed
-ENOUGH = 50  # fewest waits in the window for an objective: a quantile of fewer is chance
+FOLLOWED = 0.5  # quantile of the waits that bounds the objective in force
+ENOUGH = 50  # fewest waits in the window for an objective in force: a quantile of fewer waits is chance
 SHOWN = (0.5, 0.9, 0.99)
 _SCALE = PER_OCTAVE / math.log(2)
 _OFFSET = math.log(LEAST_S) * _SCALE
@@ -55,7 +55,7 @@ class TtftWindow:
         return _quantile(enumerate(self._total), self.count, share)
 
     def counts(self) -> dict[int, int]:
-        """Return how many waits are in which bucket; buckets without any are left out."""
+        """Return the number of waits by bucket, without empty buckets."""
         self._turn()
         return {bucket: count for bucket, count in enumerate(self._total) if count}
 

@@ -26,13 +26,13 @@ NO_KEYS = cbor.encode(None)  # CBOR of the extra keys (salt, adapter) of most bl
 TABLE_TOKENS = 262_144  # number of ids whose CBOR form is made in advance, as many as the largest vocabularies have
 
 TEXT_BLOCK_BYTES = 64  # length of a block of text
-TEXT_BLOCK_TOKENS = 16  # tokens that a block of text counts as, because about four bytes make one token
+TEXT_BLOCK_TOKENS = 16  # tokens that a block of text counts as, at about four bytes for each token
 #: Prompts for workers whose tokenizer is not known are hashed as text. The seed gives this scheme an id of its own.
 TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest(), TEXT_BLOCK_TOKENS)
 
 
 class Chain(NamedTuple):
-    """The block hashes of a prompt under one scheme: 8 bytes each, joined, without a block that has its last token."""
+    """The block hashes of a prompt under one scheme, 8 bytes each, joined; without the block of the last token."""
 
     scheme_id: int
     block_tokens: int
@@ -59,7 +59,7 @@ class Hasher:
         return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
     def packed(self, digests: Sequence[bytes]) -> bytes:
-        """Do ``wire.pack_hashes`` for these digests, four times as fast."""
+        """Return the same as ``wire.pack_hashes`` for these digests, four times as fast."""
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:

@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @property
     def local(self) -> ChatTemplate:
-        """The template itself, which renders in this process. A ``WorkerTemplate`` has None until it is approved."""
+        """This template, which renders in this process. (``WorkerTemplate.local`` is None until it is approved.)"""
         return self
 
     def render(self, messages: list[Message], arguments: dict[str, Any], fixed: dict[str, Any]) -> str:
@@ -196,9 +196,9 @@ def _strftime_now(form: str) -> str:
 
 
 # ------------------------------------------------------------ does the template loop over a message's content?
-# vLLM gives a list of parts ("openai") to a template that does, and one joined text ("string") to all others.
-# The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the same in vLLM and in the
-# router.
+# vLLM gives a list of parts ("openai") to a template that loops over the content of messages, and one joined text
+# ("string") to all others. The rules are those of vllm/renderers/hf.py, so that the content format "auto" means the
+# same in vLLM and in the router.
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:

@@ -42,9 +42,9 @@ class Cuts:
         self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
-        """Return the end of the piece from ``start``, and the end of the text that decides it; None at the last piece.
+        """Return (end of the piece from ``start``, end of the text that decides this end); None for the last piece.
 
-        The first number depends only on the text before the second, so texts that begin alike are cut alike.
+        The end depends only on the text before the second number, so texts that begin alike are cut alike.
         """
         if len(text) < start + self.grid:
             return None
@@ -76,9 +76,9 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about cutting in a tokenizer's file.
+    """The facts in a tokenizer's file that decide about cutting.
 
-    hard: special tokens that are split off before the rest of the text is looked at. spaces: cutting before a space
+    hard: special tokens that are split off before the rest of the text is tokenised. spaces: cutting before a space
     may be exact. added: all tokens that the file adds to the model's vocabulary.
     """
 
@@ -123,7 +123,7 @@ def _equal(cuts: Cuts, text: str, encode: Callable[[str], Sequence[int]]) -> boo
 
 
 def _spaces_are_safe(tokenizer: Tokenizer, added: Sequence[AddedToken]) -> bool:
-    """Return whether, by its file, no step of this tokenizer looks across a gap between a letter and a space."""
+    """Return whether the tokenizer's file shows that no step depends on both sides of a cut before a space."""
     model = tokenizer.model
     if type(model).__name__ != "BPE" or model.dropout:
         return False

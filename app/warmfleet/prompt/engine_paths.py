@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
 #: ``none``: the engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
-#: The content of a good answer in JSON: one object; one value, which is whole only at its end; or anything, such as a
-#: value in pieces that a client reads as they come.
+#: The content of a good answer in JSON: one object; one JSON value; or anything, such as values that a client reads one
+#: by one as they come.
 Answer = Literal["object", "value", "any"]
 
 
@@ -27,8 +27,8 @@ Answer = Literal["object", "value", "any"]
 class EnginePath:
     """A path of engines. name: its label in the metrics. generates: the engine answers with tokens that it generates.
 
-    takes_salt: the engine reads the body's ``cache_salt``. answer: with status 200, if its type is JSON.
-    takes_all_types: its body may be a form, or anything else.
+    takes_salt: the engine reads the body's ``cache_salt``. answer: content of an answer with status 200 in JSON.
+    takes_all_types: the request's body may be a form, or anything else.
     """
 
     path: str
@@ -88,8 +88,8 @@ OWN = frozenset(
 OPERATORS = frozenset(
     {"/metrics", "/workers", "/replicas", "/explain", "/why", "/route", "/settle", "/renew", "/status.json"}
 )
-#: Paths among OWN that change something, or show single requests. Without an admin key a replica may answer them to its
-#: own host alone.
+#: Paths among OWN that change a reservation, or show single requests. Without an admin key a replica may answer them
+#: only to its own host.
 OWN_HOST = frozenset({"/explain", "/why", "/route", "/settle", "/renew"})
 #: Paths of vLLM's server that change one engine, report on it, or need a connection of another kind.
 NEVER = frozenset(

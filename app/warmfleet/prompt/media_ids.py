@@ -1,9 +1,9 @@
-"""Finds the ids by which a body names media that an engine keeps, and puts other ids in their places. Pure.
+"""Finds the ids by which a body names media in an engine's cache, and puts other ids in their places. Pure.
 
-vLLM keeps processed images, audio and video. A content part with a ``uuid`` and no data is answered from there; the
-data of a part with both is kept under that id. ``features.mm_hashes`` of /inference/v1/generate name the same store.
-Every other byte of the body stays. A key named ``uuid`` elsewhere, as in the arguments of a tool, is part of the
-prompt: it stays, too.
+vLLM caches processed images, audio and video. A content part with a ``uuid`` and no data stands for the cached media of
+that id; if a part has both, its data is cached under the id. ``features.mm_hashes`` of /inference/v1/generate name
+media in the same cache. Every other byte of the body stays. A key named ``uuid`` elsewhere, as in the arguments of a
+tool, is part of the prompt: it stays, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-MAX_IDS = 4_096  # most ids in a body, with all other keys of their names, because replacing an id takes 3 us
+MAX_IDS = 4_096  # most keys ``uuid`` and ``mm_hashes`` in a body, because replacing an id takes 3 us
 #: Fields of a body that hold messages, or other objects with content parts: an object, a list, or a list of lists.
 HOLDERS = (
     *("messages", "input", "inputs", "query", "queries", "documents", "items"),
@@ -86,7 +86,7 @@ def places(body: bytes) -> list[Place]:
         field = "mm_hashes" if match["uuid"] is None else "uuid"
         if match["value"] != b"null" and (field == "mm_hashes" or not match["value"].startswith(b"{")):
             values.append(Place(field, *match.span("value")))
-    # Numbers take the places of the values. The ids are the values whose numbers the parser finds where ids may stand.
+    # Each value is replaced by its number in ``values``. Those numbers that the parser finds where ids may stand are ids.
     pieces, at = list[bytes](), 0
     for number, place in enumerate(values):
         pieces += body[at : place.start], b"%d" % number

@@ -1,10 +1,10 @@
 """The certain beginning of a chat's prompt, if the chat has images, audio or parts of unknown types. Pure.
 
-Where such a part stands, the engine puts a placeholder of the model and replaces it by tokens that only the engine can
+In place of such a part, the engine puts a placeholder of the model and replaces it by tokens that only the engine can
 compute. The router therefore renders the prompt three times: as the engine does, and with two different words in place
-of the part. The token ids that all three begin with belong to the text before the first part. If the beginning depends
-on later messages (a template may count them), the three differ early. If the template drops the part, its place is not
-known, and NotReproducible is raised.
+of the part. The token ids with which all three begin belong to the text before the first part. If the beginning depends
+on later messages (a template may count them), the three texts differ early. If the template drops the part, its place
+is not known, and NotReproducible is raised.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODALITIES = {
 }
 #: Words that stand for a part. They differ in their first character from each other and from any placeholder.
 REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
-UNSAFE_TOKENS = 8  # number of ids given up before a part, because an engine's processor may change the text around it
+UNSAFE_TOKENS = 8  # number of ids before a part that are left out, as an engine's processor may change nearby text
 
 
 def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) -> list[tuple[Request, Change]]:

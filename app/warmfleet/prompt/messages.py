@@ -24,9 +24,9 @@ KNOWN_PART_FIELDS = frozenset(
         *("video_url", "video_embeds"),
     }
 )
-#: Roles whose messages are never just copied, even if they have a text and nothing else.
+#: Roles whose messages ``conversation`` must not copy unchanged, even if they have only a text.
 _OTHER_FIELDS = frozenset({"system", "developer"})
-BILLING_HEADER = "x-anthropic-billing-header"  # begins a client's first line of system text, another in each request
+BILLING_HEADER = "x-anthropic-billing-header"  # begins a first line of system text that differs in each request
 
 
 class NotReproducible(Exception):  # noqa: N818  not an error: the engine serves such a request

@@ -1,8 +1,8 @@
-"""Counts the prefixes that prompts of one model have in common. A joining worker is warmed with the most used ones.
+"""Counts the prefixes that prompts of one model have in common. A joining worker is warmed with the most used prefixes.
 
-A prompt counts once, at its last piece that an earlier prompt had as well. The users of one system prompt thus all
-count at its end; the turns of a conversation count in different places. All counts are halved every HALF_LIFE_S, and
-when there are MAX_COUNTED. A prefix that the trie forgets is forgotten here, too.
+A prompt counts once, for the prefix up to its last piece that an earlier prompt had as well. So all users of one system
+prompt count for that prompt, but the turns of a conversation count for different prefixes. All counts are halved every
+HALF_LIFE_S, and when there are MAX_COUNTED. A prefix that the trie evicts is not counted any more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_COUNTED = 1_024  # most prefixes that are counted; with so many, all counts are halved early
 HALF_LIFE_S = 300.0  # time between two halvings of all counts
-LEAST = 2.0  # fewest uses of a prefix that is common; one with fewer may belong to a single conversation
+LEAST = 2.0  # fewest uses of a common prefix; with fewer, it may belong to a single conversation
 
 
 class PopularPrefixes:
@@ -34,7 +34,7 @@ class PopularPrefixes:
         return len(self._counts)
 
     def note(self, prompt: Prompt, identity_key: str) -> None:
-        """Count a prompt. identity_key: the identity that made its ids; a new one empties the counts."""
+        """Count a prompt. identity_key: the identity that made its ids; a new identity empties the counts."""
         node = prompt.shared
         if identity_key != self._identity:
             self._identity, self._counts = identity_key, WeakKeyDictionary()
@@ -48,7 +48,7 @@ class PopularPrefixes:
         counts[mark] = counts.get(mark, 0.0) + 1.0
 
     def most_used(self, limit: int) -> list[Node]:
-        """Return the last nodes of at most ``limit`` prefixes, most used first; no prefix begins another one."""
+        """Return the last nodes of at most ``limit`` prefixes, most used first, none of which is a part of another."""
         self._age()
         chosen: list[Node] = []
         covered: set[Node] = set()  # the chosen nodes and all nodes above them

@@ -1,11 +1,11 @@
-"""A trie of earlier prompts. It keeps runs of text with their token ids and block hashes, so only new text costs time.
+"""A trie of earlier prompts: texts with their token ids and block hashes, so that only new text costs time.
 
 A text is cut into pieces by rules under which the ids of the pieces, joined, are the ids of the whole (``cut_points``).
-A node is a run of pieces behind the pieces of the nodes above it, so a long beginning that is known is found by one
-comparison. A prompt that leaves a run at the end of one of its pieces splits the run there, so that two new nodes take
-the place of the old one. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
+A node holds a run of consecutive pieces, which follow the pieces of the nodes above it; so one comparison finds a long
+known beginning. If a new prompt shares only the first pieces of a node, the node is replaced by two: the shared pieces,
+and the rest. Texts, ids and hashes of a node never change. A lock guards the membership and order of nodes,
 their parents, children and marks, and the count of bytes. When the trie has more than ``limit_bytes``, the least
-recently used nodes leave; a node leaves after all nodes below it.
+recently used nodes are evicted; a node is evicted after all nodes below it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token, for its id, and for the digits of the id once a request needed them
 ENDING_BYTES = 600  # bytes of Python objects per ending
-MAX_ENDING = 2_048  # most characters of an ending that is kept; only a text with few places to cut has a longer one
-ONE_PROMPT = 4  # divisor of the trie's limit: a single prompt may fill a fourth; the rest is for other prompts
+MAX_ENDING = 2_048  # most characters of an ending that is kept; only texts with few places to cut have longer endings
+ONE_PROMPT = 4  # divisor of ``limit_bytes``: a single prompt may fill a fourth of the trie
 
 NO_IDS = array("I")
 
@@ -43,8 +43,8 @@ NO_IDS = array("I")
 class Piece(NamedTuple):
     """The end of a piece. Positions and tokens are counted from the beginning of the prompt.
 
-    decided_at: the end of the text that decides where this piece ends. ends: for each hasher, the digest of the last
-    block that is full here.
+    decided_at: end of the text that decides where this piece ends. ends: for each hasher, the digest of the last block
+    that is full at the end of this piece.
     """
 
     end: int
@@ -54,9 +54,9 @@ class Piece(NamedTuple):
 
 
 class Mark:
-    """The end of one node, however its run is split later, so that ``popular_prefixes`` can count by it.
+    """A position at the end of a node, which stays valid when the node is split; ``popular_prefixes`` counts by marks.
 
-    node: a weak reference to the node that ends there.
+    node: a weak reference to the node that ends at this position.
     """
 
     __slots__ = ("__weakref__", "node")
@@ -83,7 +83,7 @@ class Ids:
 
 
 class Ending(Ids):
-    """The end of a prompt, behind its last piece, kept in case the same prompt comes again.
+    """The text of a prompt behind its last piece, kept in case the same prompt comes again.
 
     suffix: the special tokens at the end of ``ids``. packed: for each hasher, the packed hashes of the blocks behind
     the last full one of the node.
@@ -97,24 +97,24 @@ class Ending(Ids):
 
     @property
     def cost(self) -> int:
-        """The bytes that this ending takes, about."""
+        """The approximate size of this ending in bytes."""
         hashes = HASHER_BYTES * len(self.packed) + sum(map(len, self.packed))
         return ENDING_BYTES + _text_bytes(self.text) + TOKEN_BYTES * len(self.ids) + hashes
 
     def matches(self, text: str, at: int, suffix: array[int]) -> bool:
-        """Return whether ``text`` has just this text behind ``at``, and gets the same special tokens."""
+        """Return whether the rest of ``text`` from ``at`` on is this ending's text, with the same special tokens."""
         return len(text) - at == len(self.text) and text.startswith(self.text, at) and suffix == self.suffix
 
 
 class Node(Ids):
     """A run of pieces. A root has no pieces; its ids begin every prompt of its reading.
 
-    parent: the node above. key: the name of this node among the parent's children: the text that decides where the
-    first piece ends, or a root's ``Reading.key``. text: of the pieces, and as much behind it as decides where they end.
-    end, tokens: characters and ids of the prompt up to the end of this node. hashes: for each hasher, the packed hashes
-    of the blocks that this node fills. ends: for each hasher, the digest of the last block so far. origin: the node
-    that this one is a beginning of, until this one takes its place; else None. ending: of the last prompt that ended
-    behind this node.
+    parent: the node above. key: the key of this node among the parent's children: the text that decides where the
+    first piece ends, or a root's ``Reading.key``. text: of the pieces, plus the text behind them that decides where
+    they end. end, tokens: number of the prompt's characters and ids up to the end of this node. hashes: for each
+    hasher, the packed hashes of the blocks that become full in this node. ends: for each hasher, the digest of the last
+    full block. origin: the node whose first pieces this node has, until it replaces that node; else None. ending: of
+    the last prompt that ended behind this node.
     """
 
     __slots__ = (
@@ -137,21 +137,21 @@ class Node(Ids):
         self.end: int = self.pieces[-1].end if self.pieces else 0
         self.tokens: int = (parent.tokens if parent else 0) + len(ids)
         self.children: dict[Hashable, Node] = {}
-        self.latest: Node | None = None  # the child used last, which ``find`` compares before it looks for a cut
+        self.latest: Node | None = None  # the child used last, which ``find`` tries first
         self.mark: Mark | None = None
         self.origin: Node | None = None
         self.ending: Ending | None = None
 
     @classmethod
     def of(cls, parent: Node, text: str, pieces: Sequence[Piece], ids: array[int], hashes: list[bytes]) -> Node:
-        """Make the node of these pieces of a prompt's text. text: from the parent's end on, as far as is known."""
+        """Make a node of these pieces. text: the prompt's text from the parent's end on, at least to the last cut."""
         begin = parent.end
         run = text[: pieces[0].decided_at - begin], text[: max([piece.decided_at for piece in pieces]) - begin], pieces
         return cls(parent, run, ids, hashes, pieces[-1].ends)
 
     @property
     def cost(self) -> int:
-        """The bytes that this node takes, about."""
+        """The approximate size of this node in bytes."""
         key = self.key if isinstance(self.key, str) else repr(self.key)  # the key of a root is a tuple with the salt
         text = _text_bytes(self.text) + (_text_bytes(key) if len(self.pieces) != 1 else 0)
         ending = self.ending.cost if self.ending is not None else 0
@@ -159,7 +159,7 @@ class Node(Ids):
         return NODE_BYTES + objects + text + TOKEN_BYTES * len(self.ids) + sum(map(len, self.hashes))
 
     def common(self, text: str) -> int:
-        """Return the number of pieces of this node that a prompt's text has as well."""
+        """Return the number of this node's first pieces that a prompt's text has as well."""
         done = begin = self.parent.end if self.parent else 0
         for number, piece in enumerate(self.pieces):
             if not text.startswith(self.text[done - begin : piece.decided_at - begin], done):
@@ -168,7 +168,7 @@ class Node(Ids):
         return len(self.pieces)
 
     def first(self, count: int, hashers: Sequence[Hasher]) -> Node:
-        """Make a node of the first ``count`` pieces, to take the place of this one."""
+        """Make a node of the first ``count`` pieces, to replace this node."""
         parent = cast("Node", self.parent)
         pieces = self.pieces[:count]
         ids = self.ids[: pieces[-1].tokens - parent.tokens]
@@ -179,7 +179,7 @@ class Node(Ids):
         return Node.of(parent, self.text, pieces, ids, hashes)
 
     def behind(self, head: Node) -> Node:
-        """Make a node of the pieces behind ``head``, which has the first ones."""
+        """Make a node of this node's pieces without the first ones, which ``head`` has."""
         hashes = [packed[len(first) :] for packed, first in zip(self.hashes, head.hashes, strict=True)]
         begin = cast("Node", head.parent).end
         text, pieces = self.text[head.end - begin :], self.pieces[len(head.pieces) :]
@@ -196,8 +196,8 @@ class Node(Ids):
 class Prompt:
     """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
-    known_tokens: the number of ids that earlier prompts had as well. nodes: the nodes that keep the first parts, or all
-    of them. shared: the last node that an earlier prompt had, or None.
+    known_tokens: the number of ids taken from earlier prompts. nodes: the nodes (and ending) in the trie with the first
+    ``parts``, or with all. shared: the last node that an earlier prompt had, or None.
     """
 
     parts: Sequence[array[int]]
@@ -232,8 +232,8 @@ class Prompt:
 class Reading:
     """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
 
-    name: differs between readings that share no pieces though all other fields are equal. encode: text → ids without
-    special tokens. prefix, suffix: the special tokens around them. key: of the root of this reading.
+    name: tells apart readings (by tokenizer and cut rules) that may share no pieces. encode: text → ids without
+    special tokens. prefix, suffix: the special tokens around them. key: of this reading's root in the trie.
     """
 
     name: Hashable
@@ -264,9 +264,10 @@ class Trie:
         return len(self._used)
 
     def find(self, text: str, reading: Reading) -> list[Node]:
-        """Return the longest path of pieces that ``text`` begins with, as nodes, root first.
+        """Return the nodes whose pieces ``text`` begins with, root first: the longest path in the trie.
 
-        The root may be new, and the last node may have the first pieces of one in the trie; ``read`` then adds these.
+        The root may be new, and the last node may be new, with the first pieces of a node in the trie: ``read`` adds
+        new nodes.
         """
         node = self._top.children.get(reading.key) or self._root(reading)
         path = [node]
@@ -301,7 +302,7 @@ class Trie:
         if reading.suffix:
             tail += reading.suffix
         total = tokens + len(ids) + len(tail)
-        if not cuts and last is path[0] and last in self._used:  # a short prompt, of which nothing is kept
+        if not cuts and last is path[0] and last in self._used:  # a prompt without a cut is not stored
             short = [
                 _chain(k, hasher, path, _packed(k, path, tail, reading)[1], total)
                 for k, hasher in enumerate(reading.hashers)
@@ -344,8 +345,8 @@ class Trie:
     def _keep(self, path: Sequence[Node], last: Node, hashers: Sequence[Hasher], ending: Ending | None = None) -> None:
         """Add the new nodes of ``path``, mark the whole path as used, and evict the oldest nodes above the limit.
 
-        last: the last node that ``find`` has found. ending: a new one behind the path. The root is marked last, so that
-        it leaves last.
+        last: the last node that ``find`` has found. ending: a new ending behind the path. The root is marked as used
+        last, so that it is evicted last.
         """
         with self._lock:
             room, used, root = self.limit_bytes // ONE_PROMPT, self._used, path[0]
@@ -363,7 +364,7 @@ class Trie:
                 used[new] += grown
                 self.bytes += grown
             node: Node | None = new
-            while node is not None:  # by the parents, which another thread may have changed since the path was found
+            while node is not None:  # up by ``parent``, not by ``path``, which another thread's split may have outdated
                 if node in used:
                     used.move_to_end(node)
                     if node.parent is not None:
@@ -373,7 +374,7 @@ class Trie:
                 self._evict()
 
     def _add_beginning(self, node: Node, room: int, hashers: Sequence[Hasher]) -> None:
-        """Add as many pieces of ``node`` as fit into ``room`` bytes, about."""
+        """Add a node of as many first pieces of ``node`` as fit into about ``room`` bytes."""
         cost = node.cost
         if cost > room:
             count = len(node.pieces) * max(0, room) // cost
@@ -386,17 +387,17 @@ class Trie:
     def _add(self, node: Node, cost: int) -> None:
         parent = node.parent
         if parent is None or node in self._used or node.key in parent.children:
-            return  # the node is in the trie, or another thread has added one that begins alike
+            return  # the node is in the trie, or another thread has added a node with the same key
         if parent is self._top or parent in self._used:
             parent.children[node.key] = node
             self._used[node] = cost
             self.bytes += cost
 
     def _split(self, head: Node, node: Node) -> None:
-        """Put ``head`` in the place of ``node``, whose first pieces it has, and a new node behind it."""
+        """Replace ``node`` by ``head``, which has its first pieces, and a new node below it with the others."""
         cost, parent = self._used.pop(node, None), node.parent
         if cost is None or parent is None:
-            return  # the node has left, or another thread has split it
+            return  # the node was evicted, or another thread has split it
         head.parent, head.origin = parent, None
         tail = node.behind(head)
         tail.children, tail.latest, tail.ending = node.children, node.latest, node.ending
@@ -455,10 +456,10 @@ def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: 
 def _hashed(
     k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
 ) -> tuple[bytes, bytes, list[bytes]]:
-    """Hash the ids behind a path with hasher number ``k``; return all hashes, and the hashes and digests for a node.
+    """Hash the ids behind a path with hasher number ``k``. cuts: as in ``read``.
 
-    The first are those of all full blocks behind the last full one of the path. The node of the new pieces keeps those
-    of the blocks that end in its pieces, and for each piece the digest of the last block. cuts: as in ``read``.
+    Returns (hashes of all full blocks behind the path's last full block; those of them that end in the new pieces, for
+    the new node; for each new piece the digest of the last full block).
     """
     hasher, last = reading.hashers[k], path[-1]
     before, end = _blocks(last.tokens, hasher), last.ends[k]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
 
-MAX_WAITING = 64  # most texts that wait for the executor; further requests are routed by load
+MAX_WAITING = 64  # most texts that wait for the executor; the prompts of further requests are not identified
 INLINE_BYTES = 65_536  # most bytes of a body that the event loop renders; a larger one takes over 1 ms, in the executor
 INLINE_CHARACTERS = 2_000  # most new characters tokenised in the event loop: 1.5 ms with the slow tokenizer
 FAST_FACTOR = 20  # number of times INLINE_CHARACTERS that the fast tokenizer reads in the same 1.5 ms
@@ -99,7 +99,7 @@ class Identity:
 
     @property
     def tokenizer(self) -> str:
-        """For people: ``fast`` or ``slow``, and ``no pieces`` if every turn of a chat is tokenised as a whole."""
+        """For people: ``fast`` or ``slow``, and ``no pieces`` if texts cannot be cut, so are tokenised as a whole."""
         cuts = self._readings[True].cuts
         engine = "fast" if self.encoder.fast else "slow"
         return engine if cuts.separators or cuts.spaces else f"{engine}, no pieces"
@@ -112,10 +112,10 @@ class Identity:
     async def prompts(
         self, request: Request, hashers: tuple[Hasher, ...], lora: Lora, inline_characters: int
     ) -> list[Prompt]:
-        """Make all prompts of the request. Only the longest gets chains, because it decides where all of them go.
+        """Make all prompts of the request. Only the longest gets chains, because all go to the worker chosen by it.
 
-        A text with more than ``inline_characters`` new characters is read in the executor; with the fast tokenizer
-        FAST_FACTOR times as many. A large chat is rendered there as well. Raises NotReproducible with the reason.
+        A text with more than ``inline_characters`` new characters (FAST_FACTOR times as many with the fast tokenizer)
+        is read in the executor. A large chat is rendered there as well. Raises NotReproducible with the reason.
         """
         reading = self._reading(request, hashers, lora)
         large = request.size_bytes > INLINE_BYTES
@@ -141,9 +141,9 @@ class Identity:
         return [self._read_now(text, reading, path)]
 
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
-        """Return the way in which the texts of this request are read, mostly the same as for the request before."""
+        """Return the ``Reading`` for the texts of this request, which is mostly that of the request before."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
-        # Comparing objects is fast, and enough, because each base reading has its own name, each view its own hashers.
+        # ``is`` is fast, and enough, because each base reading has its own name object, and each view its own hashers.
         same = last.name is base.name and last.hashers is hashers
         if not (same and last.salt == request.salt and last.lora == lora):
             last = replace(base, hashers=hashers, salt=request.salt, lora=lora)
@@ -155,7 +155,10 @@ class Identity:
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
-        """Make the certain first ids of a chat with images, and estimate how many it has. Raises NotReproducible."""
+        """Return the certain first ids of a chat with images, and an estimate of all its tokens.
+
+        Raises NotReproducible.
+        """
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
@@ -196,7 +199,7 @@ class Identity:
     def _rendering(
         self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
     ) -> Rendering:
-        """Return the messages, the request's variables and the fixed ones, as the template gets them.
+        """Return the messages, the variables that requests may set, and the fixed variables, as the template gets them.
 
         change: applied to the messages of ``conversation``.
         """
@@ -264,7 +267,7 @@ class Identity:
 
 
 def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:
-    """Return the way in which texts are read, without hashers, salt and adapter, which differ by request."""
+    """Return a ``Reading`` without hashers, salt and adapter, which differ by request."""
     if encoder.affixes is None or cuts is None:
         encode = encoder.whole if special else encoder.plain
         return Reading((encoder.name, special), encode, Cuts((), spaces=False))

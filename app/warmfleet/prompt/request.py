@@ -1,7 +1,7 @@
 """Parses the body of a request, once. Only the fields that routing needs are read; the engine judges all others.
 
-Values are read as vLLM's server reads them (``lax_values``). A value that routing cannot read, though an engine may, is
-passed on, and the request is routed without it.
+Values are read as vLLM's server reads them (``lax_values``). A value that only an engine can read is passed on, and the
+request is routed without it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from warmfleet.prompt.messages import is_text
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-#: The form in which a request names its prompt. The prompt of an ``unread`` request is not identified.
+#: The form of a request's prompt. The prompt of an ``unread`` request is not identified.
 Endpoint = Literal["completions", "chat", "unread"]
-#: The API in whose form the client wrote a chat. For the two others the engine makes a chat of it (``bodies``).
+#: The API of a chat's body. The engine turns a body of the last two into a chat (``bodies``).
 Dialect = Literal["chat", "messages", "responses"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_PROMPTS = 256
@@ -33,13 +33,13 @@ MAX_MESSAGES = 4_096  # most messages of a chat
 MAX_VALUES = 1_100_000
 MAX_MODEL_LEN = 2**20  # most tokens of a sequence, where an engine announces no limit
 TOKEN_BYTES = 16  # most bytes of JSON for one token; real text has less than half of that
-EXPECTED_OUTPUT_TOKENS = 256  # most tokens booked for an answer, whatever its limit, because few are longer
+EXPECTED_OUTPUT_TOKENS = 256  # most tokens booked for an answer, whatever its limit, because few answers are longer
 MAX_BOOKED_TOKENS = 2**22  # most tokens booked for a request; more could overflow the sums of a load row in Redis
 
 #: Fields by which an engine makes another prompt than the router, or gets KV cache from elsewhere. A request with one
 #: of them is refused unless the operator allows the field by name.
 REFUSED = ("chat_template", "kv_transfer_params", "ec_transfer_params")
-#: Field → reason, if with it the prompt or its use of the cache cannot be foreseen. Such a request is routed by load.
+#: Field → reason. With such a field the prompt, or its use of the cache, is unpredictable: it is routed by load.
 UNFORESEEABLE = {
     "prompt_embeds": "embeds",
     "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
@@ -49,9 +49,9 @@ UNFORESEEABLE = {
 }
 #: Fields for which the engine needs the text of the prompt: such a request is never handed off as token ids.
 TEXT_ONLY = ("echo", "return_prompt_text")
-#: Fields of a chat, beside its messages, whose numbers a template may print.
+#: Fields of a chat, besides its messages, that may hold numbers which the template prints.
 NOT_ONLY_TEXT = ("tools", "chat_template_kwargs", "documents")
-#: Keys of chat_template_kwargs with which the engine makes the ids in another way.
+#: Keys of chat_template_kwargs with which the engine makes other token ids.
 UNFORESEEABLE_ARGUMENTS = ("tokenize", "chat_template")
 # Most bodies have none of these fields, which a single comparison of sets shows.
 _MAY_BE_REFUSED = frozenset({*REFUSED, "chat_template_kwargs", "vllm_xargs", "sampling_params"})
@@ -94,8 +94,8 @@ class Request:
     size_bytes: of the body. takes_salt: the router may add a ``cache_salt`` to the body. estimated: tokens that are
     booked for a prompt that is not read, else 0. thinking_off: a client of Anthropic's API has switched thinking off.
     cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning. request_id: the
-    client's name for the request, as vLLM reads it where no header names it. from_json: the body is a JSON object, so
-    every engine reads the same model in it. labels: a header's, ``name=value`` each, all of which its worker must have.
+    id in the body, which vLLM uses if no header has one. from_json: the body is a JSON object, so every engine reads
+    the same model in it. labels: from a header, each ``name=value``; the request's worker must have all of them.
     """
 
     endpoint: Endpoint
@@ -137,7 +137,7 @@ def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Req
 
 
 def note_inexact(request: Request, data: dict[str, Any], body: bytes) -> None:
-    """Let no prompt be made of ``data`` if ``decoded`` may have changed a text or number that reaches the prompt."""
+    """Mark the prompt as not reproducible if ``decoded`` may have changed a text or number that is part of it."""
     if type(data) is not dict:
         request.unforeseen = request.unforeseen or "unicode"
     elif len(body) > MAX_LONG_NUMBERS_BYTES and not request.unforeseen and _may_be_rounded(data, body):
@@ -267,7 +267,7 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
 
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:
-    """Return whether orjson may have changed a number that reaches the prompt, so that the exact parser is needed."""
+    """Return whether orjson may have rounded a number that is part of the prompt, so that an exact parser is needed."""
     if (
         _MAY_HAVE_NUMBERS.isdisjoint(data) or not any(data.get(name) for name in NOT_ONLY_TEXT)
     ) and not _holds_more_than_text(data.get("messages")):

@@ -57,7 +57,7 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tokenizer_json: bytes) -> Encoder:
-        """Do the rest of ``load`` for a file that ``read`` has read. Raises ValueError."""
+        """Make an encoder from a file and the tokenizer that ``read`` made of it. Raises ValueError."""
         try:
             slow = _slow(tokenizer)
             facts = Facts.of(tokenizer)
@@ -132,7 +132,7 @@ def _unlimited(tokenizer: Any) -> Any:
 
 
 def _guarded(encode: Encode) -> Encode:
-    """Wrap ``encode``, to raise NotReproducible for every error of a library, so that only that text is affected."""
+    """Wrap ``encode`` to raise NotReproducible for every error of a library, which then affects only that text."""
 
     def guarded(text: str, special: bool) -> array[int]:
         try:

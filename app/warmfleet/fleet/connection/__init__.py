@@ -1,1 +1,1 @@
-"""Connections to Redis: how they are opened, follow the master, are cancelled, and limited in time."""
+"""Connections to Redis: opening them, following the master, cancelling calls, and limiting their time."""

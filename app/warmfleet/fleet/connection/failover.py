@@ -1,10 +1,10 @@
-"""A plain Redis client whose connections go to the server that is master now, as Sentinels or Cluster nodes say.
+"""Connection pools of redis-py whose connections go to the present master, as Sentinels or Cluster nodes name it.
 
-redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
-is no master any more. All keys of a pool of workers are in one slot, so a Cluster has one server for them, too: the
-same pool is used, and it asks a node ``CLUSTER SLOTS``. So pipelines, TIME and INFO work as with a single server.
-With a single server this module is not used; the scripts of a Cluster go by ``masters``. The plugin
-has the same without asyncio: ``warmfleet_worker/master_client.py``.
+They extend redis-py's Sentinel pool, in which a connection asks for the master when it connects, and ends when its
+server is no master any more. All keys of a pool of workers are in one slot of a Cluster, so one server has them, too:
+the same classes ask a node ``CLUSTER SLOTS`` then, and pipelines, TIME and INFO work as with a single server. With a
+single server this module is not used; calls of scripts in a Cluster go by ``masters``. The plugin's counterpart,
+without asyncio, is ``warmfleet_worker/master_client.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Locator:
     """Asks the Sentinels or Cluster nodes in turn where the master is, beginning with the node that answered last.
 
-    All pools of a replica share it: it asks one question at a time, and a Cluster node's answer names the masters of
-    all hash tags. redis-py's pool calls ``discover_master``.
+    All connection pools of a replica share one locator, which asks one node at a time; a Cluster node's answer names
+    the masters of all hash tags. redis-py's pool calls ``discover_master``.
     """
 
     def __init__(self, address: RedisAddress, nodes: Sequence[tuple[HostPort, aioredis.Redis]]) -> None:
@@ -43,7 +43,7 @@ class Locator:
         self._nodes = list(nodes)
         self._answered: tuple[float, Any, str] | None = None  # when, a node's raw answer, the host of that node
         self._masters: dict[str, HostPort] = {}  # by hash tag, as last named
-        self._silent_until: dict[str, float] = {}  # by hash tag: no node names a master, and none is asked again before
+        self._silent_until: dict[str, float] = {}  # by hash tag, after no node named a master: time of the next try
         self._asking = asyncio.Lock()
 
     async def discover_master(self, tag: str, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
@@ -107,9 +107,9 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """A pool that drops its idle connections after a call has failed, as a frozen master keeps its connections open.
+    """A connection pool that drops idle connections after a failed call, as a frozen master keeps them open.
 
-    It also asks a node for the master once a second, while calls go on; connections to a former master then end.
+    While calls go on, the pool asks a node for the master once a second, and ends connections to a former master.
     """
 
     doubted = False
@@ -132,7 +132,7 @@ class MasterPool(SentinelConnectionPool):
 
     async def _look(self) -> None:
         with suppress(RedisError, OSError):  # the master that was last named stays valid
-            await self.get_master_address(LOOK_SECONDS / 2)  # another pool may have asked just now
+            await self.get_master_address(LOOK_SECONDS / 2)  # an answer to another pool may be that young
 
     async def get_master_address(self, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
         """Find the address of the master, as ``Locator`` says; idle connections to a former master end."""
@@ -170,9 +170,9 @@ class MasterTLSConnection(MasterConnection, SSLConnection):
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How connections to the masters of one URL are opened. options: of redis-py, without host and port.
+    """The options for connections to the masters of one URL. options: redis-py's, without host and port.
 
-    connection_class: for a given host and port, with or without TLS.
+    connection_class: the class for a connection to a given host and port, with or without TLS.
     """
 
     address: RedisAddress
@@ -182,7 +182,7 @@ class Nodes:
 
     @classmethod
     def of(cls, address: RedisAddress, **options: Any) -> Nodes:
-        """Options in the URL win over these."""
+        """Make the nodes of an address. Options in its URL win over ``options``."""
         options |= connection_options(address.url)
         connection_class = options.pop("connection_class")
         for name in ("host", "port"):

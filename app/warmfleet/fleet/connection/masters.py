@@ -1,10 +1,10 @@
-"""The lines to the masters of a Cluster: one for each master, whatever the number of pools of workers on it.
+"""The connections (lines) to the masters of a Cluster: one for each master, whatever the number of pools on it.
 
-A call goes to the master that owns the slot of its keys, as the nodes said last; they are asked once a second, and at
-once when a master does not answer. Meanwhile a call for a slot that has moved is sent on to the master that the reply
-MOVED names. Only calls for the slots of a lost master fail: those of other masters have lines of their own. While a
-slot migrates some of its keys are at one master and some at another (ASK, TRYAGAIN). A script cannot run on both, so
-such calls fail, and requests fall back to a degraded choice.
+A call goes to the master that owns the slot of its keys by the last answer of a Cluster node. Nodes are asked once a
+second, and at once when a master does not answer. If a slot has moved since that answer, the call is sent on to the
+master that the reply MOVED names. When a master is lost, only calls for its slots fail. While a slot migrates, some of
+its keys are at one master and some at another (ASK, TRYAGAIN). A script cannot run on both, so such calls fail, and
+requests fall back to a degraded choice.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.connection.masters")
 
-DOUBT_SECONDS = 0.1  # least time between two questions while a master does not answer
+DOUBT_SECONDS = 0.1  # least time between two questions to nodes while a master does not answer
 
 
 class MasterLine(Multiplexed):
-    """The line to one server. A slot that the server loses does not close the line, which also serves other slots."""
+    """The line to one master. If the master loses a slot, the line stays open for the master's other slots."""
 
     leaves_on = frozenset[str]()
 
@@ -81,7 +81,7 @@ class MasterLine(Multiplexed):
 
 
 class Held:
-    """A call for a slot whose owner is not known yet. ``timer``: ends its wait."""
+    """A call for a slot whose owner is not known yet. ``timer``: fails the call at its time limit."""
 
     __slots__ = ("command", "on_answer", "script", "slot", "timer")
 
@@ -148,7 +148,7 @@ class SlotLine:
 class Masters:
     """The masters that own the slots of this replica's tags, and the line to each of them.
 
-    A slot that no node names an owner of counts as the first node's, which refuses its calls until one is named.
+    If no node names the owner of a slot, its calls go to the first node of the URL, which refuses them.
     """
 
     def __init__(self, nodes: Nodes) -> None:
@@ -164,7 +164,7 @@ class Masters:
         self._closed = False
 
     def follow(self, tag: str) -> int:
-        """Keep looking up the owner of this tag's slot, until ``leave`` was called as often; return the slot."""
+        """Keep looking up the owner of this tag's slot; return the slot. Ends after as many calls of ``leave``."""
         self._followers[tag] += 1
         self._slots[tag] = slot = slot_of(tag)
         return slot
@@ -185,7 +185,7 @@ class Masters:
         return self._owners.get(slot)
 
     def hold(self, one: Held) -> None:
-        """Send this call when the nodes have told the owner of its slot."""
+        """Send this call once a node has named the owner of its slot."""
         if self._closed or len(self._held) >= MOST_WAITING:
             one.timer.cancel()
             one.fail()
@@ -228,7 +228,7 @@ class Masters:
     async def _look(self, max_age_s: float) -> None:
         try:
             await self._ask(max_age_s)
-            # A pool may have come while the nodes were asked; the slot of one that has left is not looked up.
+            # Ask again if a pool was added while the nodes were asked. Slots of pools that have left are not looked up.
             while any(call.slot in self._slots.values() and call.slot not in self._owners for call in self._held):
                 await self._ask(max_age_s)
         finally:

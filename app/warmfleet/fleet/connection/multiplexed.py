@@ -1,11 +1,11 @@
-"""A single connection for the calls of a client: many calls wait on it at a time, and answers come in their order.
+"""A single connection for all calls of a client: many calls wait on it at a time, and answers come in their order.
 
-redis-py takes a connection of a pool for each call and drives it by a chain of coroutines; that costs a request more
-than Redis itself. Here a call is bytes that go out with those of the same turn of the event loop, and a function that
-gets the answer. redis-py opens the connection, by the pool of the same client, so URL, TLS, user, database, Sentinels
-and Cluster mean here what they mean there. A connection is replaced as a whole: when it is lost, when its server says
-that it is not the master, when another server is the master, and when it was silent for SILENT_S. Calls that block
-(``Upkeep.await_events``) have a connection of the same kind to themselves, which is looked at less often.
+redis-py takes a connection of its pool for each call, and drives it by a chain of coroutines that takes a request more
+time than Redis itself. Here a call is bytes, written with the other calls of the same turn of the event loop, and a
+function that gets the answer. redis-py's pool opens the connection, so URL, TLS, user, database, Sentinels and Cluster
+mean the same as in redis-py. The connection is replaced when it is lost, when its server says that it is not the
+master, when another server has become the master, or when the server was silent for SILENT_S. Calls that block
+(``Upkeep.await_events``) have another such connection, whose time limits are checked less often.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.connection.multiplexed")
 
-MOST_WAITING = 8_192  # most waiting calls; those of 5,000 streams that end together fit, and a second of all calls
+MOST_WAITING = 8_192  # most waiting calls; enough for 5,000 streams that end together, or for a second of calls
 MOST_BYTES = 33_554_432  # most bytes of all waiting calls together; a decision about the longest prompt has 70 kB
-MOST_S = 1.0  # most by which a time limit grows while the event loop is late
-PATIENCE_S = 0.002  # longest wait of a patient call for others, which saves reads and writes at both ends
+MOST_S = 1.0  # longest time that is added to a time limit while the event loop is late
+PATIENCE_S = 0.002  # longest wait of a patient call for other calls, to save reads and writes at both ends
 STEP_S = 0.02  # time between two looks for calls whose time is up, while calls wait
-BLOCKED_STEP_S = 1.0  # as STEP_S, for calls that block, as no request waits for them
-SILENT_S = 1.0  # silence while calls wait that ends a connection, as a frozen server keeps it open
+BLOCKED_STEP_S = 1.0  # STEP_S for calls that block, because no request waits for them
+SILENT_S = 1.0  # silence while calls wait after which a connection is closed, as a frozen server keeps it open
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # first and longest pause between attempts to open a connection
 NEVER = float("inf")
-#: The first words of error replies by a server that is not the master, or that cannot serve.
+#: First words of the error replies by which a server says that it is not the master, or cannot serve.
 NO_MASTER = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN"})
-INCOMPLETE = object()  # hiredis' answer while a reply has not fully come
+INCOMPLETE = object()  # what hiredis returns while a reply has not fully arrived
 
 
 class Call:
-    """A call that waits. ``on_answer`` is None once its time was up; then its answer is dropped when it comes.
+    """A call that waits for its answer. ``on_answer`` is None after the time limit; a late answer is dropped.
 
-    due: the time when it is given up, by the clock of ``Multiplexed``; last: MOST_S later, by the monotonic clock.
-    moved: it was sent once more, to the master that a reply MOVED named.
+    due: when the call fails, by the clock of ``Multiplexed``; last: when it fails in any case, by the monotonic clock.
+    moved: the call was sent again, to the master that a reply MOVED named.
     """
 
     __slots__ = ("again", "command", "due", "last", "moved", "on_answer", "script")
@@ -86,15 +86,15 @@ class Channel(asyncio.Protocol):
     def __init__(self, on_reply: Callable[[Channel, Call, Any], None], on_lost: Callable[[Channel, str], None]) -> None:
         self.waiting: deque[Call] = deque()
         self.heard = True  # bytes came since ``heard`` was last set to False
-        self.loading: set[str] = set()  # scripts that Redis is being told
+        self.loading: set[str] = set()  # names of scripts whose SCRIPT LOAD waits for its answer
         self.ended = asyncio.Event()
         self._on_reply = on_reply
         self._on_lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=INCOMPLETE)
         self._loop = asyncio.get_running_loop()
         self._out: list[bytes] = []
-        self._flushing: asyncio.Handle | None = None  # calls in ``_out`` go out by this
-        self._patient = False  # all calls in ``_out`` can wait for PATIENCE_S
+        self._flushing: asyncio.Handle | None = None  # the scheduled write of the calls in ``_out``
+        self._patient = False  # all calls in ``_out`` are patient
         self._transport: asyncio.Transport | None = None
         self._taken: TakenOver | None = None
 
@@ -109,7 +109,7 @@ class Channel(asyncio.Protocol):
     def send(self, call: Call, *, patient: bool = False) -> None:
         """Write the call at the end of this turn of the event loop, with all others of the turn.
 
-        patient: it may go out later, with the next call that is not patient, but within PATIENCE_S.
+        patient: the call may be written later, with the next call that is not patient, but within PATIENCE_S.
         """
         self.waiting.append(call)
         self._out.append(call.command)
@@ -147,7 +147,7 @@ class Channel(asyncio.Protocol):
         self._on_lost(self, str(error or "closed by Redis"))
 
     def abort(self) -> None:
-        """Close the connection at once. Nothing that comes on it afterwards is read."""
+        """Close the connection at once. Bytes that arrive afterwards are not read."""
         transport, self._transport = self._transport, None
         if self._flushing is not None:
             self._flushing.cancel()
@@ -158,11 +158,11 @@ class Channel(asyncio.Protocol):
 class Multiplexed:
     """The one connection of a client, opened by the first call. A call waits for an answer, at most its time limit.
 
-    The first call after the connection was lost waits until it is open again. If that fails, calls fail at once until
-    one of the later attempts, which need no call, has succeeded.
+    The first call after the loss of the connection opens a new one, and waits for it. If opening fails, calls fail at
+    once until one of the further attempts, which go on without calls, has succeeded.
     """
 
-    leaves_on = NO_MASTER  # the first words of error replies after which it looks for another server
+    leaves_on = NO_MASTER  # first words of error replies after which the connection is replaced
 
     def __init__(self, pool: ConnectionPool, step_s: float = STEP_S, silent_s: float = SILENT_S) -> None:
         self._pool = pool
@@ -172,8 +172,8 @@ class Multiplexed:
         self._early: deque[Call] = deque()  # calls that wait for the connection that is being opened
         self._opening: asyncio.Task[None] | None = None
         self._away = ""  # why the last attempt to open a connection failed
-        self._bytes = 0  # of the commands of all calls that wait
-        self._clock = 0.0  # seconds in which calls waited, less those by which the event loop was late
+        self._bytes = 0  # length of the commands of all calls that wait
+        self._clock = 0.0  # seconds in which calls waited, without those in which the event loop was late
         self._timer: asyncio.TimerHandle | None = None
         self._silent_s = 0.0
         self._closed = False
@@ -190,9 +190,9 @@ class Multiplexed:
         patient: bool = False,
         moved: bool = False,
     ) -> None:
-        """Call a script: ``command`` is the whole call as it packs it. script: None for a command of Redis itself.
+        """Send a call. command: its bytes, as ``PackedScript`` packs them. script: None for a plain Redis command.
 
-        patient: nobody waits for the answer, so the call may wait a moment for others that go out with it. moved: see
+        patient: no request waits for the answer, so the call may wait a moment to be written with others. moved: see
         ``Call``.
         """
         channel = self._channel
@@ -239,7 +239,7 @@ class Multiplexed:
             self._lost(channel, reply)
 
     def _load(self, channel: Channel, call: Call, script: PackedScript) -> None:
-        """Tell Redis the call's script, unless that is under way, and send the call once more behind it."""
+        """Send SCRIPT LOAD for the call's script, unless it was sent just now, and then the call once more."""
         call.again = True
         if script.name not in channel.loading:
             channel.loading.add(script.name)
@@ -249,7 +249,7 @@ class Multiplexed:
         channel.send(call)
 
     def _fail(self, call: Call, why: str) -> None:
-        """End a call that waits no longer in any line."""
+        """Fail a call that was taken out of its line."""
         self._bytes -= len(call.command)
         if call.on_answer is not None:
             call.on_answer(None, FleetUnavailable(why))
@@ -257,11 +257,11 @@ class Multiplexed:
     # ------------------------------------------------ time
 
     def _begin_to_wait(self, channel: Channel | None) -> Channel | None:
-        """Start the timer for the first call that waits. Return the connection for it; None if it has to be opened."""
+        """Start the timer for the first call that waits. Return the call's connection; None if it must be opened."""
         self._silent_s = 0.0
         if channel is not None:
             channel.heard = False
-            if why := self._is_over(channel):  # no timer looks where all answers come quickly
+            if why := self._is_over(channel):  # if all answers come quickly, the timer never checks this
                 self._lost(channel, why)
         self._set_timer()
         return self._channel
@@ -270,9 +270,9 @@ class Multiplexed:
         self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
 
     def _tick(self) -> None:
-        """Give up calls whose time is up, and a server that is silent or is not the master any more.
+        """Fail calls whose time is up, and replace the connection if its server is silent or no master any more.
 
-        However late the event loop is, one step counts once: answers are read once in a turn of the loop.
+        The clock moves by one step even if the event loop is late, because a late loop also reads answers late.
         """
         self._timer = None
         now, channel = time.monotonic(), self._channel
@@ -307,7 +307,7 @@ class Multiplexed:
         late = [call for call in self._channel.waiting if call.due <= clock or call.last <= now]
         for call in late:
             on_answer, call.on_answer = call.on_answer, None
-            call.due = call.last = NEVER  # the call keeps its place in the line, because its answer may still come
+            call.due = call.last = NEVER  # the call stays in the line, because its answer may still come
             if on_answer is not None:
                 on_answer(None, FleetUnavailable("Redis is away or slow: no answer within the time limit"))
 
@@ -338,7 +338,7 @@ class Multiplexed:
             channel.send(call)
 
     def _lost(self, channel: Channel, why: str) -> None:
-        """End this connection, and fail what waits on it. The next call opens another one."""
+        """End this connection, and fail the calls that wait on it. The next call opens another connection."""
         channel.abort()
         if channel is not self._channel:
             return

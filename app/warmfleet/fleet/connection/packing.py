@@ -1,4 +1,4 @@
-"""Calls of scripts as the bytes that go to Redis, with all that does not change from call to call packed once."""
+"""Packs calls of scripts into the bytes for Redis; parts that are the same in all calls are packed once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack_text(value: str) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
-SMALL = 16_384  # number of integers from 0 on that are packed beforehand, as for most token counts; 1 MB
+SMALL = 16_384  # number of integers from 0 on that are packed beforehand (1 MB); most token counts are among them
 PACKED = tuple(map(pack, range(SMALL)))
 NOTHING = pack("")
 
@@ -48,7 +48,7 @@ def pack_command(*words: Argument) -> bytes:
 
 
 class PackedScript:
-    """A script on the keys of one model. ``load`` is the command that makes Redis know it."""
+    """A script on the keys of one model. ``load`` is its packed SCRIPT LOAD."""
 
     def __init__(self, name: str, text: str, keys: Sequence[str]) -> None:
         self.name = name

@@ -1,7 +1,7 @@
 """The connections of a replica to Redis, shared by all of its pools of workers.
 
-Scripts and small commands of all pools go by one connection to each master. Only calls that block have one for each
-pool. With a single server or Sentinels there is one master; with a Cluster as many as own the slots of the pools.
+Scripts and small commands of all pools share one connection to each master. Calls that block have one connection for
+each pool. A single server or Sentinels have one master; a Cluster as many as own slots of the pools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from warmfleet.protocol.redis_address import RedisAddressError, all_nodes, parse
 if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-CONNECT_S = 1.0  # longest time to open a connection; a request waits less, by the limits of its calls (Timeouts)
+CONNECT_S = 1.0  # longest time to open a connection; a request waits for its calls' limits only (Timeouts)
 UPKEEP_S = 2.0  # longest time of a call that no request waits for
 
 
@@ -88,7 +88,7 @@ class RedisConnections:
         self._line = Multiplexed(self._pool)
 
     def of(self, tag: str) -> RouterRedis:
-        """Return a client for keys with this hash tag. Closing it leaves what others share open."""
+        """Return a client for keys with this hash tag. Closing the client leaves shared connections open."""
         if self._masters is None:
             return RouterRedis(connection_pool=self._pool, line=self._line)
         client = RouterRedis(connection_pool=self._masters.nodes.master_pool(tag), line=SlotLine(self._masters, tag))
@@ -96,13 +96,13 @@ class RedisConnections:
         return client
 
     async def slot_ranges(self) -> tuple[SlotRange, ...]:
-        """Ask a node which slots each master of the Cluster owns; nothing without a Cluster."""
+        """Ask a node which slots each master of the Cluster owns; return () without a Cluster."""
         return slot_ranges(*await self._cluster_slots())
 
     async def of_every_node(self, *command: str) -> dict[HostPort, Any]:
-        """Collect the raw answer of each master and replica of the Cluster, or the error by which it failed.
+        """Send a command to each master and replica of the Cluster; return each raw answer or error by node.
 
-        The nodes are those that the first node to answer names; nothing without a Cluster.
+        The nodes are those that the first node to answer names; {} without a Cluster.
         """
         if self._masters is None:
             return {}
@@ -120,7 +120,7 @@ class RedisConnections:
         return (), ""
 
     async def aclose(self) -> None:
-        """Close what the clients share; they were closed before."""
+        """Close the connections that the clients share. Close the clients first."""
         if self._masters is not None:
             await self._masters.aclose()
         if self._line is not None:

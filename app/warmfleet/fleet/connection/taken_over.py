@@ -1,4 +1,4 @@
-"""Takes an open connection from redis-py, which greets and authenticates; another protocol speaks from then on."""
+"""Takes over a connection that redis-py has opened and authenticated, to read and write with another protocol class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TakenOver:
     """An open connection. address: the server's host and port; None for a socket in the file system.
 
-    writer: keep it as long as the transport, which it closes when nobody holds it any more.
+    writer: keep a reference to it as long as the transport is used, because a deleted writer closes its transport.
     """
 
     transport: asyncio.Transport

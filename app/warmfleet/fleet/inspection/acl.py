@@ -1,8 +1,8 @@
 """Least privilege in Redis: the ACL rules of routers and workers, for Redis 7 or newer and Valkey.
 
 A router may call the commands that its code and the scripts call, on the keys of its models. A worker may use each key
-for one purpose only. That takes selectors (the brackets): without them ``XADD`` and ``SETNX`` would be allowed on all
-of its keys. Everything here is pure; ``warmfleet acl`` prints it.
+for one purpose only. That takes selectors (in brackets): without them ``XADD`` and ``SETNX`` would be allowed on all
+keys of a worker. This module only makes texts, which ``warmfleet acl`` prints.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ROUTER_COMMANDS = (
     *("expire", "get", "hget", "hgetall", "hvals", "sadd", "scard", "set", "smismember", "srem", "strlen", "unlink"),
     *("xread", "zcount", "zrange"),
 )
-#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. The last four let it
-#: take a place in a pool only if no other worker has taken one meanwhile.
+#: The commands that a worker calls without a key. AUTH and HELLO are always allowed. With MULTI, EXEC and UNWATCH a
+#: worker takes a place in a pool only if no other worker has taken one meanwhile.
 WORKER_COMMANDS = ("ping", "select", "time", "multi", "exec", "unwatch")
 #: In a Redis Cluster routers and workers ask which server has the slot of their keys.
 CLUSTER_COMMANDS = ("cluster|slots",)
@@ -49,9 +49,9 @@ SENTINEL_RULES = (
 def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """Allow every command that routers need on the keys of these models alone; the operator's keys are read-only.
 
-    models: without ``#`` with all their pools, also those to come; with ``#`` that pool, and the registry of pools.
-    The operator's keys are those whose name begins with an ``o``: an ACL pattern can exclude a letter, but not a whole
-    name. Raises WireError.
+    models: a name without ``#`` means all pools of the model, also future ones; with ``#`` that pool and the registry
+    of pools. The operator's keys are those whose name begins with an ``o``: an ACL pattern can exclude a letter, but
+    not a whole name. Raises WireError.
     """
     allowed = sorted({*SCRIPT_COMMANDS, *ROUTER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ())})
     models = list(models)
@@ -65,8 +65,8 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
     """Let a server and its ``ranks`` cores write their streams, read commands, add artifacts, and take a pool's place.
 
-    model: without ``#`` the worker may be in any of its pools. Ranks are listed one by one: in a pattern, ``w1.*``
-    would also be the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
+    model: without ``#`` the server may be in any pool of the model. Ranks are listed one by one: a pattern ``w1.*``
+    would also match the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
     """
     workers = [worker_id_of(check_name(server_id), rank) for rank in range(ranks)]
     return _worker_rules([model], workers, server_id, cluster=cluster)
@@ -75,7 +75,7 @@ def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = 
 def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
     """Return the rights of ``worker_rules`` for one user that all workers of these models share, whatever their names.
 
-    A worker may then write as another worker, but may still read and overwrite nothing else. Raises WireError.
+    A worker may then write as another worker, but may neither read nor overwrite any other key. Raises WireError.
     """
     return _worker_rules(list(models), ["*"], "*", cluster=cluster)
 
@@ -83,8 +83,8 @@ def shared_worker_rules(models: Iterable[str], *, cluster: bool = False) -> list
 def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *, cluster: bool) -> list[str]:
     """Return the rules of these workers of one server.
 
-    All servers share the hash ``placement``, so a worker can also write another server's place. That server then
-    goes to another pool when it is started next.
+    All servers share the hash ``placement``, so a worker can also overwrite another server's pool there; the other
+    server then joins the wrong pool when it is started next.
     """
     allowed = (*WORKER_COMMANDS, *(CLUSTER_COMMANDS if cluster else ()))
     places = list(dict.fromkeys(Keys(served_model(model)).placement for model in models))
@@ -101,7 +101,7 @@ def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *,
 
 
 def _in_pools(models: Iterable[str], names: Callable[[Keys], Iterable[str]]) -> list[str]:
-    """Return these keys of each model; of a model without ``#`` also a pattern of them in all its other pools."""
+    """Return these keys of each model; for a model without ``#`` also patterns for the keys of all its other pools."""
     found: list[str] = []
     for model in models:
         keys = Keys(model)
@@ -116,7 +116,7 @@ def user(name: str, passwords: Sequence[str], rules: Sequence[str]) -> str:
     """Return ``<name> reset on #<digest> <rules>``: after ``user`` a line of an aclfile, after ``ACL SETUSER`` a
     command.
 
-    passwords: each of them opens the user, so that there may be an old and a new one while passwords are changed.
+    passwords: each of them is accepted, so that an old and a new one work while passwords are changed.
     """
     digests = ["#" + hashlib.sha256(password.encode()).hexdigest() for password in passwords]
     return " ".join([name, "reset", "on", *digests, *rules])

@@ -1,7 +1,7 @@
-"""The calls by which the rights of a Redis user are checked, one for each command that routers and workers need. Pure.
+"""Sample calls to check the rights of a Redis user, one for each command that routers and workers need. Pure.
 
-Nothing of this is executed: ``Inspection`` asks Redis whether a user may make these calls. Redis judges a call by its
-name and its keys, so the other words only have to be as many as the command wants.
+The calls are never executed: ``Inspection`` asks Redis whether a user may make them. Redis judges a call by its command
+and its keys, so the other words may be anything, in the number that the command takes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WHOLE = {
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """A call that a user must be allowed to make. name: how an operator reads it."""
+    """A call that a user must be allowed to make. name: the call as operators are shown it."""
 
     name: str
     words: tuple[str, ...]
@@ -94,7 +94,7 @@ def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool =
 
 
 def newer_worker_rights(model: str, server_id: str) -> list[Right]:
-    """Return the rights that only users made since 2026-11-23 have. The plugin works without, so a lack is no fault."""
+    """Return the rights that only users created since 2026-11-23 have; the plugin also works without these rights."""
     artifact, of_model = Keys(model).artifact(server_id, "*"), Keys(served_model(model))
     places = of_model.placement
     rights = [Right(f"EXPIRE of {artifact}", ("expire", artifact, "1"))]

@@ -1,4 +1,4 @@
-"""Looks at the Redis server itself, for ``warmfleet doctor``: facts, clock, latency, rights. It writes no key."""
+"""Inspects the Redis server for ``warmfleet doctor``: facts, clock, latency, rights. No key is written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort, RedisAddress
 
 MODEL_KEYS, SCANNED, SCAN_S = "wf:{*}:workers", 2_000, 1.0  # SCAN: pattern, keys a step, longest time in all
-CLOCK_TRIES = 3  # number of readings of the clock, of which the one with the quickest answer counts
+CLOCK_TRIES = 3  # number of readings of Redis' clock, of which the one with the quickest answer counts
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Fields of Redis' INFO. replicas: how many follow the server. cluster: it is a node of a Cluster."""
+    """Fields of Redis' INFO. replicas: number of Redis replicas of this server. cluster: a Cluster node."""
 
     version: str
     used_bytes: int
@@ -63,7 +63,7 @@ class ServerFacts:
 class Node:
     """A Sentinel, or a node of a Cluster. why: the reason if it did not answer.
 
-    master: what it names as the owner of the model's keys. slots: covered ones, of a Cluster.
+    master: the server that it names as owner of the model's keys. slots: number of slots with an owner, in a Cluster.
     """
 
     address: HostPort
@@ -74,10 +74,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Facts of one model's streams, as they are before any router has read them.
+    """Facts of one model's streams.
 
-    ticked_s: seconds since a router last worked on them; None: never. cores, servers: ids of halves that Redis knows.
-    waiting: hints of streams that no router has looked at.
+    ticked_s: seconds since a router last ran tick; None: never. cores, servers: ids of engine cores and of API servers
+    that have joined. waiting: names of streams in ``hello`` that no router has looked at.
     """
 
     ticked_s: float | None
@@ -87,7 +87,7 @@ class Streams:
 
 
 class Inspection:
-    """Reads only. All methods raise FleetUnavailable, RefusedCall if this user may not do that."""
+    """Reads from Redis. All methods raise FleetUnavailable, RefusedCall if this Redis user lacks the right."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
@@ -97,7 +97,7 @@ class Inspection:
         return ServerFacts.of(await self._scripts.ask("INFO"))
 
     async def clock_ahead_s(self, wall: Callable[[], float] = time.time) -> tuple[float, float]:
-        """Measure the seconds by which this machine's clock is ahead of Redis', and by how much that may be wrong."""
+        """Measure the seconds by which this machine's clock is ahead of Redis'; return them and the largest error."""
         best = (0.0, float("inf"))
         for _ in range(CLOCK_TRIES):
             before = wall()
@@ -130,7 +130,7 @@ class Inspection:
         return [rights[number - 1] for number in answer]
 
     async def refused_to(self, user: str, rights: Sequence[Right]) -> list[Right]:
-        """Ask which of these calls ``user`` may not make. Asking needs the right to ACL DRYRUN."""
+        """Ask which of these calls ``user`` may not make. This connection's user needs the right to ACL DRYRUN."""
         answers = await asyncio.gather(*[self._scripts.ask("ACL", "DRYRUN", user, *right.words) for right in rights])
         return [right for right, answer in zip(rights, answers, strict=True) if answer != b"OK"]
 
@@ -154,9 +154,9 @@ class Inspection:
     # ------------------------------------------------ models
 
     async def models(self, limit_s: float = SCAN_S) -> list[str]:
-        """Find the names of models that have workers in this Redis, as far as ``limit_s`` lets them be found.
+        """Find the names of models that have workers in this Redis, searching for ``limit_s`` at most.
 
-        None is found where this user may not SCAN, which no router needs; in a Cluster only those on the same server.
+        Finds none if this user may not SCAN, which no router needs; in a Cluster only models on the same server.
         """
         found, cursor, end = set[str](), b"0", time.monotonic() + limit_s
         with suppress(RefusedCall):
@@ -170,7 +170,7 @@ class Inspection:
     # ------------------------------------------------ streams
 
     async def streams(self) -> Streams:
-        """Read which halves of workers Redis knows, and whether any router works on the streams of this model."""
+        """Read which engine cores and API servers have joined, and whether a router works on this model's streams."""
         keys = self.keys
         try:
             tick, cores, servers, hints, (seconds, micros) = await asyncio.gather(

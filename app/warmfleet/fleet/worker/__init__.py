@@ -1,1 +1,1 @@
-"""Redis' data about one worker: its records, checked field by field, and the state that follows from them."""
+"""Reads Redis' data about a worker: checks its records field by field, and derives its state from them."""

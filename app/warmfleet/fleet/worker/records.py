@@ -1,7 +1,7 @@
 """Checks the records of workers and of API servers field by field: a worker may write anything about itself.
 
-The scripts refuse a malformed join, but they keep a server's join as it came, and scripts of another version may have
-kept more. This module is the only place that checks the type of every field that is read later. A record with a wrong
+The scripts refuse a malformed join, but they store a server's join unchanged, and scripts of another version may have
+stored other fields. Only this module checks the types of the fields that are read later. A record with a wrong
 type counts as missing: its worker is not routable, and the other workers are not affected.
 """
 
@@ -71,7 +71,7 @@ def _wrong(record: Mapping[str, Any], checks: Mapping[str, Check]) -> str:
 
 
 def _deep(value: Any) -> bool:
-    """Return whether the nesting is too deep for JSON writers and our loops; the scripts take 500 brackets at most."""
+    """Return whether the nesting is too deep to be written as JSON; the scripts take 500 brackets at most."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -146,7 +146,7 @@ WORKER: dict[str, Check] = {
 class Records:
     """Checks one model's records. A record that did not change since the last reading is not checked again.
 
-    unreadable: how many records of the last reading failed. Each is logged once, until it is readable again.
+    unreadable: number of records that failed at the last reading. Each is logged once, until it is readable again.
     """
 
     def __init__(self, tag: str) -> None:

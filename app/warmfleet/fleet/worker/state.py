@@ -1,15 +1,15 @@
 """The states of a worker, and how its state is read from Redis.
 
 A worker's state has two layers. Its *standing* says whether its model and block hashes are as claimed: unproved,
-proved, or found wrong. A *hold* keeps it from taking requests whatever its standing is: it said goodbye, nobody hears
-it, its API server is missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the
-operator drains it. While a hold lasts, the standing underneath stays, and may change; when the last hold ends, the
-worker is where its standing says. One hold does not keep requests away: a worker whose heartbeats are missing while its
-engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws what moves a worker from one
-state to the next.
+proved, or found wrong. A *hold* keeps it from taking requests whatever its standing is: it left, its heartbeats or its
+API server are missing, its stream is broken, it does not serve its pool's name, its engine is paused, or the
+operator drains it. While a hold lasts, the standing remains below it, and may change; when the last hold ends, the
+standing is the worker's state again. One hold does not keep requests away: a worker whose heartbeats are missing while
+its engine answers over HTTP is ``unheard``, and routable. ``app/docs/worker-life.md`` draws the causes of each change
+of state.
 
-Redis keeps no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` goes by, the age
-of the last heartbeat, and the record. Every reader in Python goes by the state and by nothing else.
+Redis stores no state by name. ``state_of`` derives it from the flags of the load row, which ``decide`` reads, the age
+of the last heartbeat, and the record. All readers in Python use only this state.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class WorkerState(StrEnum):
     """A state of a worker; the value is the word that ``/workers`` and ``warmfleet workers`` show."""
 
     # Standings
-    GONE = "gone"  # Redis knows nothing of it: it never joined, or it was forgotten
+    GONE = "gone"  # Redis has no record of the worker: it never joined, or it was forgotten
     PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
     PROVEN = "proven"  # its identity was verified, so its blocks may be matched
-    SUSPECTED = "suspected"  # proven, but an answer or its stream was not as expected: a probe is due
+    SUSPECTED = "suspected"  # proven, but an answer or a stream entry was not as expected: a probe is due
     LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
-    APPROXIMATE = "approximate"  # a stock engine without the plugin: only what was sent to it is known
+    APPROXIMATE = "approximate"  # an engine without the plugin: only the prompts that were sent to it are known
     # Holds
-    LEFT = "left"  # its engine core or its API server said goodbye, and neither has joined since
+    LEFT = "left"  # its engine core or its API server announced its end, and neither has joined since
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
-    JOINING = "joining"  # only its engine core is heard: its API server has sent nothing yet, or nothing for a TTL
+    JOINING = "joining"  # its engine core is heard, but its API server has sent nothing yet, or nothing for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
     DRAINING = "draining"  # the operator lets it finish what it has
     PAUSED = "paused"  # somebody paused its engine or put it to sleep
     EJECTED = "ejected"  # the worker failed requests that others served: it gets none for a while, then a trial
-    UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, by its index as last known
+    UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, and its last known blocks count
 
     @property
     def routable(self) -> bool:
@@ -55,7 +55,7 @@ class WorkerState(StrEnum):
 
     @property
     def matched(self) -> bool:
-        """Whether the block hashes of its engine are known to be those that routers compute."""
+        """Whether a probe has shown that the engine computes the same block hashes as routers."""
         return self in (WorkerState.PROVEN, WorkerState.SUSPECTED)
 
     @property
@@ -65,7 +65,7 @@ class WorkerState(StrEnum):
 
     @property
     def alive(self) -> bool:
-        """Whether its engine core and its API server are both heard, whatever hold it has."""
+        """Whether the worker's engine core and API server are both heard, whatever hold the worker has."""
         return self not in (WorkerState.GONE, WorkerState.LEFT, WorkerState.SILENT, WorkerState.JOINING)
 
 
@@ -98,8 +98,8 @@ def heard(heartbeat_age_s: float | None) -> bool:
 def state_of(flags: int, record: Mapping[str, Any], url: str, heartbeat_age_s: float | None, now: float) -> WorkerState:
     """Return the state of a worker that has a load row. flags: of that row. now: Redis' clock, in seconds.
 
-    A hold hides the standing, and the hold that is checked first hides the others.
-    Where the row and the record differ for a moment, the row decides: ``decide`` reads nothing else.
+    A hold hides the standing, and the hold that is checked first hides the others. If the row and the record differ
+    for a moment, the row counts, because ``decide`` reads only the row.
     """
     unheard = bool(flags & Flag.UNHEARD)
     if not unheard and not heard(heartbeat_age_s):
@@ -135,10 +135,9 @@ def _standing(flags: int, record: Mapping[str, Any], url: str, now: float) -> Wo
 
 
 def proof_of(record: Mapping[str, Any], now: float) -> str:
-    """Return the result of the last probe: ``pending`` (nothing yet), ``proven``, ``identity``, ``url``, or
-    ``warming``.
+    """Return the result of the last probe: ``pending`` (no result yet), ``proven``, ``identity``, ``url``, ``warming``.
 
-    A warming whose lease is over counts as ``pending``: the replica that had it is gone.
+    A warming whose lease is over counts as ``pending``: the replica that warmed the worker is gone.
     """
     proof = str(record.get("proof", "pending"))
     over = proof == "warming" and now >= (record.get("warming") or {}).get("ends", 0) / 1000

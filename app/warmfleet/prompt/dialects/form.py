@@ -1,7 +1,7 @@
 """Fields of a form, as python-multipart and Starlette read them for vLLM's server. Pure.
 
 The library's own parser takes a step for every piece of a file that looks like a boundary; here the number of steps is
-bounded. A form that is wrong or beyond the bounds gives the fields before the fault; the engine refuses such a form.
+bounded. Of a malformed or too large form the fields before the fault are returned; the engine refuses such a form.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after(body: bytes, at: int) -> bytes:
-    """Return what stands at ``at`` behind a boundary: a line end, or ``--`` behind the last; empty if it is neither."""
+    """Return the mark at ``at`` behind a boundary: a line end, or ``--`` behind the last one; empty if neither."""
     if body.startswith(b"--", at):
         return b"--"
     behind = body[at : at + MAX_OPTIONS_BYTES].lstrip(b" \t")

@@ -16,9 +16,9 @@ SAME = (
     *("model", "stream", "cache_salt", "chat_template_kwargs", "priority", "prompt_cache_key"),
     "mm_processor_kwargs",
 )
-#: Field of the body → reason, if with it the prompt comes from elsewhere than the body.
+#: Field of the body → reason. With such a field the prompt is not wholly in the body.
 ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
-# Tuples, because a client's value that is looked for in them may be a list or an object, for which a set would raise.
+# Tuples, because a client's value may be a list or an object, for which ``in`` raises with a set.
 TEXTS = ("input_text", "output_text", "text")
 UNFINISHED = ("in_progress", "incomplete")
 ROLES = ("user", "system", "developer")

@@ -42,7 +42,7 @@ def parse(path: EnginePath, body: bytes, allowed: Collection[str] = (), content_
 
 
 def _unjudged(path: EnginePath, fields: Mapping[str, Any], size_bytes: int) -> Request:
-    """Make the request of a body that is no JSON object, of which the engine may read more than the router can."""
+    """Make the request of a body that is no JSON object, such as a form or audio, which only the engine reads."""
     request = _request(path, fields, size_bytes // FORM_BYTES_PER_TOKEN, takes_salt=False)
     request.from_json = False
     return request
