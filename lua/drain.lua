@@ -3,8 +3,7 @@ drain: takes a worker out of rotation for the operator, or puts it back. A drain
 gets no new one.
 
 Guarantee: from this call on decide does not choose the worker, whichever replica asks, until the flag is taken back or
-the worker is forgotten: a join, a heartbeat and a probe leave the flag set. Drain works at the memory limit. The worker
-takes no part in it, so that engines without the plugin can be drained, too.
+the worker is forgotten: a join, a heartbeat and a probe leave the flag set. Works at the memory limit.
 
 ARGV: worker_id, draining (0/1)
 Returns: 1, or 0 if the worker has no row

@@ -84,10 +84,7 @@ class Replicas:
         self._scripts = scripts
 
     async def announce(self, name: str, told: Announcement | None) -> int:
-        """Announce this replica, or delete its announcement (told=None); return the number of all announcements.
-
-        Raises FleetUnavailable.
-        """
+        """Announce this replica, or with None delete its announcement; return their number. Raises FleetUnavailable."""
         record = b"" if told is None else told.pack()
         return int(await self._scripts.keep("announce", name=name, record=record, forget_ms=FORGET_MS))
 

@@ -1,1 +1,1 @@
-"""The way of log lines to a process' standard error: lines that repeat are folded, and nobody waits for any."""
+"""Writes log lines to standard error from a thread, so that no request waits; repeated lines are folded."""

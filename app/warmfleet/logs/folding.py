@@ -1,4 +1,4 @@
-"""Folds lines that repeat: within a minute a few of a kind pass, and one line at its end counts the others."""
+"""Folds repeated log lines: in a minute a few of a kind pass, and at its end one line counts the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KINDS = 1_000  # most kinds that are remembered; with more, the window of th
 
 
 class _Kind:
-    """Lines alike since ``began`` (monotonic time), with the texts that passed and the number of lines that did not.
+    """The lines of one kind since ``began`` (monotonic time): texts that passed, and the number of other lines.
 
     ``last_text``: of the last record, as it was when the line was logged.
     """
@@ -32,11 +32,11 @@ class _Kind:
 
 
 class Folding(logging.Filter):
-    """A filter for handlers. Warnings and errors are of one kind if one statement made them; others if they are equal.
+    """A filter for handlers. Warnings and errors are of one kind if one statement made them, other lines if equal.
 
     Lines with exceptions of different types are never of one kind, because one statement may log many different bugs.
-    So the first line of a fault that repeats passes at once, and a line with their number follows once a minute
-    (``ended``). Lines of debug level pass. Several threads may call the filter, and the handler of a signal that
+    So the first line of a repeated fault passes at once, and a line with the number of folded lines follows once a
+    minute (``ended``). Lines of debug level pass. Several threads may call the filter, also a signal handler that
     interrupts it.
     """
 
@@ -44,7 +44,7 @@ class Folding(logging.Filter):
         super().__init__()
         self._clock = clock
         self._kinds: dict[Hashable, _Kind] = {}
-        self._early: deque[logging.LogRecord] = deque(maxlen=MAX_KINDS)  # of kinds that had to make room
+        self._early: deque[logging.LogRecord] = deque(maxlen=MAX_KINDS)  # summaries of kinds whose window ended early
         self._lock = threading.RLock()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -69,7 +69,7 @@ class Folding(logging.Filter):
             return True
 
     def ended(self) -> list[logging.LogRecord]:
-        """Return a record for each kind whose window is over and of which lines were folded."""
+        """Return a summary record for each kind with folded lines whose window is over."""
         return self._ended(self._clock() - WINDOW_S)
 
     def close(self) -> list[logging.LogRecord]:
@@ -91,7 +91,7 @@ class Folding(logging.Filter):
 
 
 def _summary(kind: _Kind, seconds: float) -> logging.LogRecord:
-    """Make the record that counts the folded lines. Its exception is the last line's, whose traceback is logged."""
+    """Make the record that counts the folded lines, with the last line's exception, so that its traceback is logged."""
     last = kind.last
     text = f"... {kind.folded} more like it in {max(1.0, seconds):.0f} s, the last: {kind.last_text}"
     return logging.LogRecord(last.name, last.levelno, last.pathname, last.lineno, text, None, last.exc_info)

@@ -1,4 +1,4 @@
-"""A log record as a line: text for people, or one JSON object for collectors. Neither holds content of a prompt."""
+"""Formats a log record as a line: text for people, or one JSON object for collectors, without content of prompts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import orjson
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The ``id`` of the task that serves a request, and the ids of the request and of its trace. A task that it starts
-#: inherits these values, but has another ``id``: such a task may work for others long after the request.
+#: The ``id`` of the task that serves a request, the request's id and its trace's. Tasks started by that task inherit
+#: the values, but have another ``id``, so their lines get no request id: they may outlive the request.
 _SERVED: ContextVar[tuple[int, str, str]] = ContextVar("served", default=(0, "", ""))
 
 
 class Line(NamedTuple):
-    """A line without a LogRecord, which takes ten times as long. at: Unix time. fields: more fields, for JsonLines."""
+    """A line made without a LogRecord, to save time. at: Unix time. fields: more fields, for JsonLines."""
 
     at: float
     level: str
@@ -59,7 +59,7 @@ def prepared(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def in_ascii(record: logging.LogRecord) -> logging.LogRecord:
-    """Return text, time and code line of a prepared record that no format takes, in ASCII, which every format takes."""
+    """Return a copy in ASCII of a prepared record that a formatter cannot write: text, time and code line."""
     text = ascii(record.getMessage())
     plain = logging.LogRecord(record.name, record.levelno, record.pathname, record.lineno, text, None, None)
     plain.created, plain.msecs = record.created, record.msecs
@@ -91,9 +91,9 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Lines of one object: time (UTC), level, logger, message; request_id, trace_id, replica, exception if there are.
+    """Lines of one JSON object: time (UTC), level, logger, message; if known request_id, trace_id, replica, exception.
 
-    The fields of a ``Line`` stand beside these.
+    The ``fields`` of a ``Line`` are added to the object.
     """
 
     def __init__(self, replica: str) -> None:

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000  # most lines that wait: a few MB, or some seconds of the fullest access log
 FOLDED_LOOK_S = 5.0  # time between two looks whether a window of folded lines has ended
-GATHERED_S = 0.05  # length of the time for which lines that the thread makes are gathered, to be written at once
-CLOSE_S = 2.0  # longest time for writing the lines that wait at the end
+GATHERED_S = 0.05  # time for which the thread gathers the lines of ``later``, to write them at once
+CLOSE_S = 2.0  # longest time for writing the waiting lines when the process stops
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}
 
 
 class LogOutput(logging.Handler):
-    """The only handler of a process, between ``with`` and its end. Lines are dropped while MAX_WAITING wait.
+    """The only handler of a process, within a ``with`` block. Lines are dropped while MAX_WAITING wait.
 
-    ``on_drop`` is called for each line that is dropped, or cannot be written as it is. Once the reader goes on, a line
-    says how many were dropped.
+    ``on_drop`` is called for each line that is dropped, or cannot be written as it is. When the reader of the log goes
+    on, a line says how many lines were dropped.
     """
 
     def __init__(self, level: str, form: str, replica: str = "", stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ class LogOutput(logging.Handler):
         self.on_drop: Callable[[], None] = lambda: None
         self._level_of_ours = getattr(logging, level.upper())
         self._stream = stream or sys.stderr
-        # QueueHandler has a Queue, whose lock is not safe in the handler of a signal; this queue is safe there.
+        # SimpleQueue may be used in a signal handler; the Queue of logging's QueueHandler may not.
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | Literal["later"] | None] = SimpleQueue()
         self._unmade: deque[tuple[Callable[[Any], Line], Any]] = deque()
         self._dropped = 0
@@ -76,14 +76,14 @@ class LogOutput(logging.Handler):
         self.close()
 
     def flush(self) -> None:
-        """Return when the lines that wait now are written, or after CLOSE_S."""
+        """Wait until the lines that wait now are written, for CLOSE_S at most."""
         written = threading.Event()
         self._waiting.put(written)
         if self._thread.is_alive():
             written.wait(CLOSE_S)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Hand the record over. No lock is held, so a signal's handler may log in the middle of another line."""
+        """Queue the record for the thread, without a lock, so that a signal handler may log during another line."""
         try:
             passes = bool(self.filter(record))
             if passes:
@@ -94,7 +94,7 @@ class LogOutput(logging.Handler):
         return passes
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Log the place of a line that could not be made, within ``except``, but neither its text nor its arguments."""
+        """Log where a line could not be made, but neither its text nor its arguments. Call within ``except``."""
         kind = getattr(sys.exc_info()[0], "__name__", "")
         place = (record.pathname, record.lineno)
         text = "the log line of %s:%d cannot be made: %s"
@@ -155,11 +155,11 @@ class LogOutput(logging.Handler):
             make, subject = unmade.popleft()
             try:
                 made.append(self._lines.line(make(subject)) + "\n")
-            except Exception:  # noqa: BLE001  a fault of ``make`` costs this line, and neither the thread nor a request
+            except Exception:  # noqa: BLE001  a bug in ``make`` loses this line, but must not end the thread
                 self._drop()
         if made:
             self._put("".join(made), len(made))
-        if unmade:  # more came meanwhile, and nothing else wakes the thread for them
+        if unmade:  # lines were added meanwhile, and nothing else wakes the thread for them
             self._waiting.put(LATER)
 
     def _write_summaries(self, folded: list[logging.LogRecord]) -> None:
@@ -174,7 +174,7 @@ class LogOutput(logging.Handler):
     def _write(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-        except Exception:  # noqa: BLE001  JSON knows no half characters, and no integers beyond 64 bits
+        except Exception:  # noqa: BLE001  JSON cannot have half characters, or integers beyond 64 bits
             self.on_drop()
             text = self.format(in_ascii(record))
         self._put(text + "\n", 1)

@@ -161,7 +161,7 @@ class Pools:
         return "moving" if pool.tag in model.moving else DRAINING if pool.draining else SERVING
 
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
-        """Return for each of these workers that is silent here but heard in another pool: worker_id -> tag of that pool.
+        """Return worker_id -> tag of the pool, for each of these workers that is silent here but heard in another pool.
 
         In pools of other models only engines without the plugin count, known by URL: others have an equal id by chance.
         """

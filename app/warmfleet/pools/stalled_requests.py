@@ -51,7 +51,7 @@ class Try:
         self._bytes_at = 0.0
 
     def quiet_s(self, now: float) -> float:
-        """Return the seconds without a byte from the engine, counted from the first call; 0 while the client is slow."""
+        """Return the seconds without a byte from the engine, counted from the first call; 0 if the client is slow."""
         response = self.response
         if response.received != self._bytes or not response.waiting:
             self._bytes, self._bytes_at = response.received, now

@@ -86,7 +86,7 @@ def places(body: bytes) -> list[Place]:
         field = "mm_hashes" if match["uuid"] is None else "uuid"
         if match["value"] != b"null" and (field == "mm_hashes" or not match["value"].startswith(b"{")):
             values.append(Place(field, *match.span("value")))
-    # Each value is replaced by its number in ``values``. Those numbers that the parser finds where ids may stand are ids.
+    # Each value is replaced by its index in ``values``. The parser then finds the indexes in places where ids may be.
     pieces, at = list[bytes](), 0
     for number, place in enumerate(values):
         pieces += body[at : place.start], b"%d" % number

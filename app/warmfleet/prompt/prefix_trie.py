@@ -266,8 +266,7 @@ class Trie:
     def find(self, text: str, reading: Reading) -> list[Node]:
         """Return the nodes whose pieces ``text`` begins with, root first: the longest path in the trie.
 
-        The root may be new, and the last node may be new, with the first pieces of a node in the trie: ``read`` adds
-        new nodes.
+        The root and the last node may be new, the latter with first pieces of a node in the trie; ``read`` adds them.
         """
         node = self._top.children.get(reading.key) or self._root(reading)
         path = [node]

@@ -155,10 +155,7 @@ class Identity:
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
-        """Return the certain first ids of a chat with images, and an estimate of all its tokens.
-
-        Raises NotReproducible.
-        """
+        """Return the certain first ids of a chat with images, and about how many it has. Raises NotReproducible."""
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")

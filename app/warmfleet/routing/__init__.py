@@ -1,1 +1,1 @@
-"""A request's way: parse, identify, decide, forward, settle."""
+"""Serves requests in five steps: parse, identify, decide, forward, settle."""

@@ -1,6 +1,6 @@
 """Admits a request to a worker at once, lets it wait in the queue for the worker that suits it, or refuses it.
 
-The queue is the fleet's: the order of the tickets is in Redis (lua/parts/shared/tickets.lua). The bodies wait in
+All replicas share the queue: the order of the tickets is in Redis (lua/parts/shared/tickets.lua). The bodies wait in
 this replica, which has room for BODIES bodies of the largest size.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
-BODIES = 2  # number of largest bodies that fit into a replica: a tenant gets half, so any body may wait
+BODIES = 2  # number of bodies of the largest size that fit: a tenant gets about half, so a body of any size may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
@@ -60,7 +60,7 @@ class AdmissionQueue:
         Raises Overloaded, QueueTimeout, and what the chooser raises.
         """
         flow, size = job.call.flow, len(job.body)
-        # Taken before the decision, because a ticket for a body that finds no room could displace another request.
+        # Take the room before the decision: a ticket without room for its body could displace another request in vain.
         may_wait = self._take_room(flow, size)
         try:
             answer = await self._chooser.choose(job, attempt, may_wait=may_wait)
@@ -78,7 +78,7 @@ class AdmissionQueue:
         pool, began = attempt.chosen.pool, time.perf_counter()
         try:
             while isinstance(answer, Queued):
-                pool = attempt.chosen.pool  # a decision may have left one pool's line for another's
+                pool = attempt.chosen.pool  # the last decision may have chosen the queue of another pool
                 with self._metrics.queued.labels(pool.tag).track_inprogress():
                     standing = await self._turn(pool, attempt, deadline)
                     if standing is None:
@@ -87,7 +87,7 @@ class AdmissionQueue:
                     displaced = standing is Standing.DISPLACED
                     self._check_ticket(attempt, answer, may_wait=may_wait, displaced=displaced)
                     if isinstance(answer, Queued) and attempt.chosen.avoided:
-                        await asyncio.sleep(POLL_S)  # the turn is kept, but only avoided workers have room
+                        await asyncio.sleep(POLL_S)  # the ticket still has its turn, but only avoided workers have room
         finally:
             self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer
@@ -115,14 +115,14 @@ class AdmissionQueue:
 
     def _give_room_back(self, flow: bytes, size: int) -> None:
         self._bytes -= size
-        held = self._tenant_bytes.get(flow, 0) - size  # 0 also while requests without a body remain
+        held = self._tenant_bytes.get(flow, 0) - size
         if held:
             self._tenant_bytes[flow] = held
         else:
             self._tenant_bytes.pop(flow, None)
 
     async def _turn(self, pool: Pool, attempt: Attempt, deadline: float) -> Standing | None:
-        """Wait until a request should ask for a decision again; return its ticket's state, or None at the deadline.
+        """Wait until the request should be decided again; return its ticket's state, or None at the deadline.
 
         deadline: by the event loop's clock.
         """
@@ -133,10 +133,7 @@ class AdmissionQueue:
             return None
 
     async def _last_look(self, pool: Pool, job: Job, attempt: Attempt) -> Decision:
-        """Return any worker with room, as the request may wait no longer for the worker that suits it.
-
-        Raises QueueTimeout if there is none.
-        """
+        """Decide once more at the deadline, for any worker with room. Raises QueueTimeout if no worker has room."""
         answer = await self._chooser.choose(job, attempt, may_wait=False)
         if isinstance(answer, Queued):
             raise self._refusal(pool, "deadline", self._tickets.work_s(pool) or answer.work_s)

@@ -1,6 +1,6 @@
-"""A try to serve a job at one engine: what it holds in the pools that were asked, and which of them serves it.
+"""A try to serve a job at one engine: its bookings in the pools that were asked, and the pool that serves it.
 
-``Attempt.release`` is the one place where all of that is given back.
+Only ``Attempt.release`` gives all of them back.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Comparison(Protocol):
 class Attempt:
     """An engine's chance to serve a job, from before a worker is chosen until everything is given back.
 
-    ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves; before a pool was chosen, the
-    one in the pool by which the prompt was identified. ``record``: the record of this try. ``on_first_byte`` is called
-    before the client is answered; None unless two attempts race. ``output`` counts the tokens of the answer, for a
-    client with limits only. ``tail``: the end of an approximate worker's answer; ``shortfall``: how much of the prompt
-    its cache lacked, as that end tells. ``comparison``, ``counted``: None where the model has one pool; of several
-    pools the choice so far, and the request as one of them counts it for a client with limits.
+    ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves the job; before a pool was
+    chosen, the booking in the pool by which the prompt was identified. ``record``: the record of this try.
+    ``on_first_byte`` is called before the client is answered; None unless two attempts race. ``output`` counts the
+    tokens of the answer, only for a client with limits. ``tail``: the end of an approximate worker's answer, in which
+    ``shortfall`` was found. ``comparison``, ``counted``: None if the model has one pool; else the choice of a pool so
+    far, and the request's count for a client with limits.
 
-    A field that was not set is read from the class, which saves setting it.
+    A field that was not set has the value of the class, which saves time.
     """
 
     on_first_byte: Callable[[Attempt], None] | None = None
@@ -104,7 +104,7 @@ class Attempt:
         return any(booking.avoided for booking in self.bookings)
 
     def hand_over(self) -> str | None:
-        """Leave the lease to a gateway; return its reservation. Without a lease return None, and hold nothing."""
+        """Leave the lease to a gateway; return its reservation. Without a lease, give all back and return None."""
         if not self.chosen.hand_over():
             self.release("cancelled")
             return None
@@ -114,8 +114,7 @@ class Attempt:
     def release(self, outcome: Outcome) -> None:
         """Give back everything that this attempt took; a second call does nothing.
 
-        A release never waits, so no cancellation can stop it half-way. Redis knows the end before another attempt is
-        decided.
+        A release never waits, so no cancellation can stop it half-way. Redis gets the outcome before the next decision.
         """
         if self._over:
             return

@@ -1,6 +1,6 @@
 """A booking is the lease, the ticket and the load that one attempt holds in one pool.
 
-``Booking.release`` is the one place where all of them are given back.
+Only ``Booking.release`` gives them back.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class BookingState(Enum):
-    """The state of a booking in Redis, as far as it is known, and the methods that lead there.
+    """What Redis has of a booking, as far as this replica knows; in brackets the methods that set the state.
 
-    NEW: nothing; Redis was not asked yet, or the queue was full (``queued``). ASKED: in doubt, a lease or a ticket; a
-    decision was asked for and has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
-    ``not_booked``, ``unanswered``). BOOKED: a lease (``booked``). RELEASED: nothing that is still this booking's; Redis
-    has all of it back, or is being told (``release``), or a gateway has the lease (``hand_over``).
+    NEW: nothing, because Redis was not asked yet, or the queue was full (``queued``). ASKED: perhaps a lease or a
+    ticket, because a decision has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
+    ``not_booked``, ``unanswered``). BOOKED: a lease (``booked``). RELEASED: nothing more of this booking: all was given
+    back, or this is being sent to Redis (``release``), or a gateway has the lease (``hand_over``).
 
     ``limited`` leads back to the state before ``asks``. A worker that is chosen without Redis (``chose_without_redis``)
     changes no state: Redis holds what it held before.
@@ -55,12 +55,12 @@ class Booking:
 
     ``prompt``: the prompt with this pool's token ids and blocks. ``never``: workers that must not be chosen at all;
     ``avoided``: other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``:
-    when the last decision was asked for (``time.perf_counter``); ``question``: what was asked; ``answer`` and
-    ``error``: its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
+    when the last decision was asked for (``time.perf_counter``); ``question``: its arguments; ``answer``, ``error``:
+    its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
     JSON; empty if the client asked for none. ``rings``: the order of the hash ring by policy, and ``log_line``: the
     line for the decision log; None if the decision is not logged.
 
-    A field that was not set is read from the class, which saves setting it.
+    A field that was not set has the value of the class, which saves time.
     """
 
     state = _before = NEW
@@ -95,7 +95,7 @@ class Booking:
     # ------------------------------------------------ the decision
 
     def excluded(self) -> tuple[str, ...]:
-        """Workers that the decision about to be asked for must not choose.
+        """Return the workers that the next decision must not choose, and set ``avoided``.
 
         These are ``never`` and, if ``avoids_failing`` was given, the workers that failed any request a moment ago.
         """
@@ -107,19 +107,19 @@ class Booking:
         return (*self.never, *self.avoided)
 
     def asks(self) -> None:
-        """Note that a decision is asked for, so until Redis answers the request may be booked or have a ticket."""
+        """Note that Redis is asked for a decision: until it answers, the request may be booked or have a ticket."""
         self._before, self.state = self.state, ASKED
         self.asked_at = time.perf_counter()
 
     @property
     def waits(self) -> bool:
-        """Whether the request waited already when its last decision was asked for."""
+        """Whether the request waited already before its last decision."""
         return self._before is QUEUED or self._before is ASKED
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the request goes on waiting without an answer of Redis, as it has a ticket, and Redis has not been
-        silent for long.
+        """Whether the request may go on waiting while Redis does not answer: it may have a ticket, and Redis has been
+        silent only for a moment.
         """
         return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
 
@@ -130,7 +130,7 @@ class Booking:
         self.state = QUEUED if ticket.outcome == "queued" else NEW
 
     def limited(self) -> None:
-        """Note that the client's key is at a limit. An earlier ticket is given up at the end."""
+        """Note that a limit of the client's key refused the request. ``release`` gives up an earlier ticket."""
         self.state = self._before
 
     def not_booked(self) -> None:
@@ -138,7 +138,7 @@ class Booking:
         self.state = QUEUED
 
     def unanswered(self) -> None:
-        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or may yet."""
+        """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or still may."""
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 
@@ -177,12 +177,12 @@ class Booking:
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Count the prefill as done after ``seconds``, if the attempt lasts, as its first token is not reported."""
+        """Count the prefill as done after ``seconds``, if the attempt still runs then: no first token is reported."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 
     def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
-        """Give the booked prefill back, once, as the first token came. No byte waits for that."""
+        """Give the booked prefill back, once, as the first token came. Returns without waiting for Redis."""
         if self.pool.reservations.prefill_done(self.reservation):
             self._settlements.settle_later(self.pool, self.reservation, word)
 
@@ -216,8 +216,8 @@ class Booking:
     ) -> bool:
         """Give back everything that is held in this pool; returns whether Redis may have booked it.
 
-        A release never waits, so no cancellation can stop it half-way. A second call does nothing. Redis knows the end
-        before another attempt is decided. tokens: number in the answer, for a client with limits.
+        A release never waits, so no cancellation can stop it half-way. A second call does nothing. Redis gets the
+        outcome before the next decision. tokens: number in the answer, for a client with limits.
         """
         state, self.state = self.state, RELEASED
         decision = self.decision

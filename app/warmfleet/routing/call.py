@@ -1,6 +1,6 @@
 """A client's request, as a replica has read it (``Call``) and as it is ready to be decided (``Job``).
 
-A named tuple cannot be changed, as a frozen dataclass, and is made in a quarter of the time.
+They are named tuples, which are immutable like frozen dataclasses, but made in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Job(NamedTuple):
 
     body: the body for an engine, with the tenant's salt. pool: the pool by whose workers the prompt was identified.
     pools: those in which a worker is looked for, the home pools first. several: the model has more than one pool.
-    limits: the client's limits, if the only pool checks them; of several pools one counts for the client
-    (``client_limits``). priority: a lower one goes first in the queue. logged: whether its decisions belong into the
-    decision log. continuable: how its stream goes on at another worker; None: not at all.
+    limits: the client's limits, if the only pool checks them; with several pools, ``client_limits`` checks them.
+    priority: a lower one goes first in the queue. logged: whether its decisions are written to the
+    decision log. continuable: how another worker may continue its stream; None: not at all.
     """
 
     call: Call
@@ -106,14 +106,14 @@ class Job(NamedTuple):
 
     @property
     def worker_count(self) -> int:
-        """How many workers the model had when its pools were last read; those that were known last, if it had none."""
+        """The number of the model's workers at the last readings of its pools; without any, the last known number."""
         count = 0
         for pool in self.pools:
             count += len(pool.view.workers or pool.last_known.workers)
         return count
 
     def engine_priority(self, pool: Pool, decision: Decision) -> int | None:
-        """Return the request's priority for the engine of the chosen worker; None if that does not go by priorities."""
+        """Return the request's priority for the chosen worker's engine; None if the engine does not use priorities."""
         speed_tps = pool.view.sorting.get(decision.worker_id)
         if speed_tps is None:
             return None
@@ -121,14 +121,14 @@ class Job(NamedTuple):
         return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
 
     def as_of_now(self) -> Job:
-        """Return the job with its unable workers renewed by the last reading; itself if they are the same."""
+        """Return the job with the unable workers of the last reading; the same object if nothing has changed."""
         prompt = as_of(self.prompt, self.request, self.pool.view)
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 
     def admitted_in(self, booking: Booking) -> Job:
-        """Return the job for another attempt, as the workers of this booking's pool have it.
+        """Return the job for another attempt, with the prompt as identified for this booking's pool.
 
-        The limits of its client have let it in, and do not refuse it half-way.
+        The client's limits admitted the job before, so they do not refuse another attempt.
         """
         job, limits = self._replace(pool=booking.pool, prompt=booking.prompt), self.call.limits
         if limits is None:

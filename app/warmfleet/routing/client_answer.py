@@ -1,4 +1,4 @@
-"""The answer that a client gets, written as HTTP/1.1 to its connection, and how much of it was sent already."""
+"""Writes the answer to a client's connection as HTTP/1.1, and knows how much of the answer was sent."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Connection(Protocol):
 class ClientAnswer:
     """Sends one answer. Only its own methods change ``started`` and ``complete``.
 
-    ``added``: headers that this answer gets whatever it is. ``model``: the tag of the request's model, for the metrics;
-    empty while it is not known. ``started``: the answer has a ``status``, which is 0 before, so no other answer can be
-    given. ``complete``: the last piece is on its way.
+    ``added``: headers that this answer gets in any case. ``model``: the tag of the request's model, for the metrics;
+    empty while it is not known. ``started``: the answer has a ``status`` (0 before), so no other answer can be
+    given. ``complete``: the last piece was written.
 
     The head waits for the first piece of the body, so a small answer is one write. A client that hung up is sent
-    nothing, and that is no error here: its connection cancels the task that serves it.
+    nothing; this class raises no error for that, because the connection cancels the task that serves the client.
     """
 
     __slots__ = (
@@ -125,7 +125,7 @@ class ClientAnswer:
     async def body(self, data: bytes, *, more: bool) -> None:
         """Send a piece of the body; it is the last one unless there is ``more``.
 
-        If there is more, this waits while the client does not accept the bytes that wait already.
+        If there is more, the call waits until the client has accepted enough of the bytes written so far.
         """
         connection = self._connection
         piece = self._first(data, more=more) if self._head else self._later(data, more=more)
@@ -149,8 +149,8 @@ class ClientAnswer:
     def pass_on(self) -> Callable[[bytes], bool]:
         """Return a function that sends a piece of the body between the first and the last.
 
-        The answer is False if the client must accept the waiting bytes before more is sent; the next ``body`` waits for
-        that. For a chunked body it is the connection's own method, as a further call would cost time at every chunk.
+        That function returns False if the client must accept bytes before more is sent; the next ``body`` waits for
+        that. For a chunked body it is the connection's own method, to save a call for each chunk.
         """
         return self._connection.write_chunk if self._chunked else self._pass_on_bare
 

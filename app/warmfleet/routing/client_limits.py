@@ -1,14 +1,14 @@
-"""The limits of clients of a model with several pools: each client is counted by a single pool.
+"""The limits of clients of a model with several pools: a single pool counts each client's requests and tokens.
 
 The counting pool is the first by rendezvous hashing of the client among the pools that are not away, so all replicas
-name the same pool without asking anybody. A request is counted there while its home pools are asked, so no answer waits
-for another one, and the home pools count nothing. Only for a client that was refused a moment ago the limits are
-checked first, because otherwise each of its refused requests would cost two decisions and book load for a moment.
+find the same pool by themselves. It counts a request while the request's home pools decide, so that neither answer
+waits for the other; the home pools count nothing. Only for a client that was refused a moment ago, the limits are
+checked before, because otherwise each refused request would cost two decisions and book load for a moment.
 
-Where that pool does not answer, the next one is asked; a request passes unchecked if that does not answer in time,
-either. When the pool changes (a pool comes or goes, or is away), requests that run count in the new one within a
-renewal, and in the old one until they end or expire there. So a pool that does not come back takes no count from
-another one, and a pool that was away for a moment still has its own.
+If the counting pool does not answer, the next pool is asked; if that does not answer in time either, the request passes
+unchecked. When another pool becomes the counting pool (as pools come, go, or are away), running requests count in the
+new pool from their next renewal on, and in the old pool until they end or expire. So a pool that was away for a moment
+still has its counts when it comes back.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger("warmfleet.routing.client_limits")
 
 REFUSED_S = 1.0  # time after a refusal in which a client's requests are checked before pools are asked
 MAX_REFUSED = 1_024  # most clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # most ends of requests kept for a pool that is silent; the rest count until they expire
+MAX_NOT_TAKEN = 4_096  # most ends of requests stored for a silent pool; further requests count until they expire
 
 
 class Counting:
     """Lets pools count this replica's requests for clients with limits.
 
-    ``open``: by id, the requests that this replica lets count on.
+    ``open``: by id, the running requests, whose counts this replica renews.
     """
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self.open: dict[str, Counted] = {}
         self._pools = pools
         self._metrics = metrics
-        self._refused_until: dict[str, float] = {}  # tag of a client -> until when
+        self._refused_until: dict[str, float] = {}  # tag of a client -> time until which limits are checked first
         self._under_way = 0  # ends that Redis has neither taken nor refused
         self._not_taken: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
         self._none_left = asyncio.Event()
@@ -77,10 +77,10 @@ class Counting:
         return next((pool for pool in found if pool not in but and pool.degraded.asks_redis), None)
 
     async def keep(self) -> None:
-        """Let the requests of this replica count on, each in the first pool of its client that answers.
+        """Renew the counts of this replica's requests, each in the first pool of its client that answers.
 
-        All these pools are asked at once, and those after them only once they have failed. Raises the first failure of
-        a pool, once no request is left.
+        The clients' first pools are asked at once, then for those that failed the next pools. Raises the first failure
+        of a pool at the end.
         """
         left = [counted for counted in self.open.values() if counted.answered]
         failures: dict[Pool, WarmfleetError] = {}
@@ -100,9 +100,9 @@ class Counting:
     async def _keep_in(
         self, pool: Pool, requests: Sequence[Counted], failures: dict[Pool, WarmfleetError]
     ) -> Sequence[Counted]:
-        """Let these requests count on in this pool; returns those that it did not take, because it failed.
+        """Renew the counts of these requests in this pool; return the requests that are left because the pool failed.
 
-        failures: of this renewal, by pool; a failure of this pool is put in.
+        failures: by pool; a failure of this pool is added.
         """
         for start in range(0, len(requests), KEEP_AT_ONCE):
             # Requests that ended meanwhile are left out, because their counts would never be ended.
@@ -122,9 +122,9 @@ class Counting:
         return ()
 
     async def keep_one(self, model: str, name: str) -> None:
-        """Let a gateway's request go on counting for its client, in the first pool that answers. Never raises.
+        """Renew the count of a gateway's request, in the first pool that answers. Never raises.
 
-        name: the reservation as the gateway has it.
+        name: the reservation's id as the gateway has it, with the client's tag.
         """
         failed: list[Pool] = []
         while (pool := self.pool_of(model, name[RESERVATION_LENGTH:], failed)) is not None:
@@ -138,7 +138,7 @@ class Counting:
         logger.warning("%s: a gateway's request of a client with limits counts only until it expires", model)
 
     def failed(self, pool: Pool, error: WarmfleetError) -> None:
-        """Note that a pool did not count: after two failures in a row it is away, for decisions as well."""
+        """Note a failure of a pool: after two failures in a row it counts as away, for decisions as well."""
         if isinstance(error, FleetUnavailable):
             pool.degraded.failed(f"limits of clients: {error}")
 
@@ -149,7 +149,7 @@ class Counting:
             self.end_in(pool, name, tokens)
 
     def end_in(self, pool: Pool, name: str, tokens: int) -> None:
-        """Send a pool the end of a request that counts there, and wait for nothing."""
+        """Send a pool the end of a request that counts there, without waiting for the answer."""
         self._under_way += 1
         pool.fleet.clients.end(name, tokens, partial(self._end_answered, pool, name, tokens))
 
@@ -165,7 +165,7 @@ class Counting:
             ends[name] = tokens
 
     def answers(self, pool: Pool) -> None:
-        """Send this pool, which answers again, the ends that it did not take before."""
+        """Send this pool, which answers again, the ends of requests that could not be sent before."""
         for name, tokens in self._not_taken.pop(pool, {}).items():
             self.end_in(pool, name, tokens)
 
@@ -183,15 +183,15 @@ class Counting:
         self._metrics.client_limits.labels(counted.limits.name, error.type).inc()
 
     def unchecked(self, counted: Counted) -> None:
-        """Let a request pass that no pool could count, and count that."""
+        """Note in metrics and log that a request passes because no pool could count it."""
         self._metrics.client_limits.labels(counted.limits.name, "unchecked").inc()
         logger.warning("%s: the limits of %s were not checked: no answer", counted.model, counted.limits.name)
 
 
 class Counted:
-    """A request of a client with limits, from the moment at which it is asked about until it ends.
+    """A request of a client with limits, from when a pool is asked to count it until it ends.
 
-    ``name``: its reservation with the client's tag behind it. ``first``: await ``check_first`` before pools are asked.
+    ``name``: its reservation with the client's tag at the end. ``first``: await ``check_first`` before any decision.
     ``use``: how much of the limits is used, with this request; None while it is not known.
     """
 
@@ -214,9 +214,9 @@ class Counted:
         self.use: ClientUse | None = None
 
     def ask(self) -> None:
-        """Ask the first pool that was not asked yet to count the request, and give back what other pools counted.
+        """Ask the next pool to count the request, and end the count in the pool that was asked before.
 
-        Without such a pool there is no answer.
+        If no pool is left, the answer is None.
         """
         pool = self._counting.pool_of(self.model, self.limits.tag, self._asked)
         if pool is None:
@@ -229,7 +229,7 @@ class Counted:
         pool.fleet.clients.admit(self.name, self.limits, self.prompt_tokens, partial(self._admit_answered, pool))
 
     def _give_back(self, pool: Pool) -> None:
-        """Let the request, and its prompt, count in this pool no longer."""
+        """End the count of the request and of its prompt in this pool."""
         charged = self._charged.pop(pool, None)
         if charged is not None:
             self._counting.end_in(pool, self.name, -charged)
@@ -244,27 +244,27 @@ class Counted:
                 self._counting.failed(pool, error)
                 self.ask()
         elif self.answered:
-            if answer[0] == b"LIMITED":  # too late: the request passed, and may count there from the next renewal on
+            if answer[0] == b"LIMITED":  # too late: the request has passed, and a renewal may count it there later
                 self._charged[pool] = 0
         else:
             pool.degraded.succeeded()
             self._counting.answers(pool)
             if answer[0] == b"LIMITED":
-                self._leave()  # the request counts nowhere: nothing is left to keep or to end
+                self._leave()  # the request counts nowhere, so no count is left to renew or to end
             self._answer.set_result(answer)
 
     @property
     def answered(self) -> bool:
-        """Whether a pool has answered in time, or none does."""
+        """Whether a pool has answered in time, or no pool is left to answer."""
         return self._answer.done()
 
     async def check_first(self) -> None:
-        """Do as ``check``, but return also if the answer takes long: no other pool has answered, so none is late."""
+        """Do as ``check``, but return without a result if the answer is slow; ``check`` must then be called later."""
         if not await late([self._answer]):
             await self.check()
 
     async def check(self) -> None:
-        """Return when the request is counted, or is to pass unchecked. Raises RateLimited. Later calls do nothing."""
+        """Return when the request is counted, or may pass unchecked. Raises RateLimited. Later calls do nothing."""
         if self._checked:
             return
         if await self._is_late():
@@ -284,28 +284,28 @@ class Counted:
             self.use = ClientUse(*answer)
 
     async def _is_late(self) -> bool:
-        """Wait for the answer; whether the pool that was asked last is late."""
+        """Wait for the answer; return whether the pool that was asked last is late."""
         if not await late([self._answer]):
             return False
         self._counting.failed(self._asked[-1], LatePool())
         return True
 
     def counts_in(self, pool: Pool) -> None:
-        """Let this pool count the request from now on. The pools that counted it before hear of its end, too."""
+        """Note that this pool counts the request, too, so that ``end`` also ends the count there."""
         self._charged.setdefault(pool, 0)
 
     def end(self, tokens: int | None) -> None:
-        """End the count. tokens: of the answer; None: the request was not served, so its prompt costs nothing."""
+        """End the count. tokens: of the answer; None: the request was not served, so its prompt does not count."""
         for pool, charged in self._leave().items():
             self._counting.end_in(pool, self.name, -charged if tokens is None else tokens)
 
     def hand_over(self) -> str:
-        """Leave the request to a gateway, so that this replica keeps it no longer; returns the id for the gateway."""
+        """Leave the request to a gateway, which then renews and ends its count; return the id for the gateway."""
         self._leave()
         return self.name
 
     def _leave(self) -> dict[Pool, int]:
-        """Keep the request no longer, and forget the pools that count it; returns ``_charged`` as it was."""
+        """Stop renewing the request's count, and forget the pools that count it; return them with their tokens."""
         self._counting.open.pop(self.name, None)
         charged, self._charged = self._charged, {}
         return charged

@@ -60,10 +60,10 @@ class Decider:
         self._of_model = cache(lambda tag: (seconds.labels(tag), prompt.labels(tag), matched.labels(tag)))
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
-        """Choose a worker of the chosen pool, or take a ticket if that has no room yet.
+        """Choose a worker of the chosen pool, or take a ticket if the worker that suits the request has no room.
 
-        may_wait: the queue has room for the body. A request that waits goes on waiting over a short silence of Redis,
-        and is decided without Redis after that. Raises NoWorker, CancelledReservation, RateLimited, and
+        may_wait: this replica has room for the body. If Redis is silent, a waiting request goes on waiting for a
+        moment, and is then decided without Redis. Raises NoWorker, CancelledReservation, RateLimited, and
         FleetUnavailable if the fleet was never read.
         """
         booking = attempt.chosen
@@ -89,10 +89,10 @@ class Decider:
         return answer
 
     async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
-        """Ask one of several pools, and keep the answer or the error in the booking.
+        """Ask one of several pools for a decision, and put the answer or the error into the booking.
 
-        may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Nothing is chosen
-        without Redis. The caller compares the answers and calls ``keep`` for the decision that stands.
+        may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Without Redis no
+        worker is chosen here. The caller compares the answers and calls ``keep`` for the decision that counts.
         """
         pool, booking.answer, booking.error = booking.pool, None, None
         if booking.keeps_place and not pool.degraded.asks_redis:
@@ -112,9 +112,9 @@ class Decider:
             self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
 
     def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
-        """Make the question under the policy and TTFT objective in force; return it, and whether it asks why.
+        """Make the question under the policy and TTFT objective in force; return it, and whether to ask for reasons.
 
-        From now on the booking is in doubt.
+        Sets the booking to ASKED.
         """
         pool, prompt, call = booking.pool, booking.prompt, job.call
         exclude = booking.excluded()
@@ -160,8 +160,8 @@ class Decider:
             booking.explanation = explanation(question, pool.fleet.constants.weights, answer)
 
     def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
-        """Note what an error leaves of the booking. True if the request goes on waiting, as Redis is silent for a
-        moment only.
+        """Set the booking's state after an error. Return True if the request goes on waiting, as Redis is silent only
+        for a moment.
         """
         pool = booking.pool
         if isinstance(error, NoWorker | CancelledReservation):
@@ -173,7 +173,7 @@ class Decider:
             if job.limits is not None:
                 self._metrics.client_limits.labels(job.limits.name, error.type).inc()
             return False
-        # Redis is away or slow, or a script refuses; the request is served without it.
+        # Redis is away or slow, or a script refuses: the request is served without Redis.
         pool.degraded.failed(f"{error.code}: {error}")
         if booking.waits and isinstance(error, FleetUnavailable) and not pool.degraded.silent:
             return True
@@ -181,7 +181,7 @@ class Decider:
         return False
 
     def keep(self, job: Job, attempt: Attempt, decision: Decision) -> None:
-        """Count a decision of Redis that stands, and keep it for people who look."""
+        """Put a final decision of Redis into metrics, log, the request's record and the recent decisions."""
         booking, call = attempt.chosen, job.call
         pool, prompt, policy = booking.pool, booking.prompt, booking.question.policy
         if booking.log_line is not None:
@@ -196,9 +196,9 @@ class Decider:
             pool.uses.note(prompt.prompts[0], prompt.identity_key)
 
     async def without_redis(self, job: Job, attempt: Attempt, booking: Booking, reason: str) -> Decision:
-        """Choose among the workers of the pool's last reading; the booking is the chosen one then.
+        """Choose among the workers of the pool's last reading, and make the booking the attempt's chosen one.
 
-        reason: for the metrics, why Redis did not choose. Raises NoWorker, and FleetUnavailable if the fleet was never
+        reason: why Redis did not choose, for the metrics. Raises NoWorker, and FleetUnavailable if the fleet was never
         read.
         """
         pool, call, exclude = booking.pool, job.call, booking.excluded()
@@ -226,7 +226,7 @@ class Decider:
 
 
 def reason_of(error: WarmfleetError) -> str:
-    """Return why Redis did not choose, for the metrics. Without a worker it may have come back empty."""
+    """Return why Redis did not choose, for the metrics. NO_WORKER may mean that Redis came back empty."""
     if isinstance(error, NoWorker):
         return NO_WORKER
     return "away" if isinstance(error, FleetUnavailable) else error.code
@@ -235,7 +235,7 @@ def reason_of(error: WarmfleetError) -> str:
 def nobody(pools: Iterable[Pool], model: str, labels: frozenset[str] = NO_LABELS, *, tells_names: bool = True) -> str:
     """Tell why no worker of any of these pools of a model can be chosen, and what to do about it.
 
-    labels: that the worker must have. tells_names: the reader may know names besides this one. Only operators
+    labels: that the worker must have. tells_names: the client may learn other names than ``model``. Only operators
     learn which workers exist.
     """
     workers = [worker for pool in pools for worker in pool.view.workers or pool.last_known.workers]

@@ -1,4 +1,4 @@
-"""Logs decisions, each with everything that the choice saw, for ``warmfleet replay`` to make it again.
+"""Logs decisions, each with everything that the choice saw, so that ``warmfleet replay`` can repeat the choice.
 
 The log holds no prompt, no block hash and no session key. A line is one JSON object (``record``). A thread writes the
 lines, so a slow disk loses records of the log but delays no request.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
-MAX_BYTES = 64 * 2**20  # the largest size of the file; a full file is renamed to FILE.1, and replaces the one before
+MAX_BYTES = 64 * 2**20  # the largest size of the file; a full file is renamed to FILE.1, which replaces an older FILE.1
 MOST_PER_S = 20  # most decisions logged in a second, as an explained decision costs Redis more; a sample is enough
 MAX_WAITING = 1_000  # most records that wait for the disk; further ones are dropped and counted
 
@@ -78,7 +78,7 @@ class DecisionLog:
     def __init__(self, path: str, metrics: Metrics, max_bytes: int = MAX_BYTES) -> None:
         """Raises BadArgument if the file cannot be written."""
         self._path = Path(path) if path else None
-        self._until, self._left = 0.0, 0  # the end of this second, and how many of its decisions are still logged
+        self._until, self._left = 0.0, 0  # end of this second; number of decisions that may still be logged in it
         self._metrics = metrics
         self._max_bytes = max_bytes
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)

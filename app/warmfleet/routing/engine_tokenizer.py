@@ -1,6 +1,6 @@
-"""Asks engines for token ids that replicas cannot make: where a chat template or the tokenizer is missing here.
+"""Asks engines for token ids that this replica cannot make, because a chat template or the tokenizer is missing.
 
-An engine tells the ids by /v1/chat/completions/render (vLLM: --enable-scale-out) or by /tokenize. A question costs a
+An engine returns the ids from /v1/chat/completions/render (vLLM: --enable-scale-out) or /tokenize. A question costs a
 round trip and time of the engine's API server before the decision. So an engine is asked only about prompts of
 MIN_TOKENS or more, with a short time-out, and by at most MAX_IN_FLIGHT questions of this replica at once. After any
 failure the request is routed by load.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.engine_tokenizer")
 
-MIN_TOKENS = 512  # least (estimated) tokens of a prompt; asking would take longer than a shorter prefill
-MAX_BYTES = 524_288  # the longest request that is asked about: some 130,000 tokens
-S_PER_BYTE = 5e-6  # time for a byte: a byte makes one token at most, for which an engine needs 4 us
+MIN_TOKENS = 512  # least (estimated) tokens of a prompt; for less, asking takes longer than the prefill
+MAX_BYTES = 524_288  # longest body for which an engine is asked: some 130,000 tokens
+S_PER_BYTE = 5e-6  # time added to the time-out per byte, which is one token at most; an engine needs 4 us for a token
 ANSWER_BYTES_PER_BYTE = 12  # most bytes of an answer for each byte of text: a token id in digits
 MAX_IN_FLIGHT = 32
 REST_S = 10.0  # time for which an engine that did not answer is not asked
@@ -48,7 +48,7 @@ TOKENIZE_IGNORES = frozenset({"documents", "reasoning_effort"})
 
 
 class _Route(NamedTuple):
-    """How to ask a worker: the path, and the field of the answer that holds the ids."""
+    """A worker to ask, the path, and the field of the answer that holds the ids."""
 
     worker: WorkerView
     path: str
@@ -69,7 +69,7 @@ class EngineTokenizer:
     async def token_ids(
         self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
     ) -> list[int]:
-        """Ask for the token ids of the request as an engine of its model makes them; empty if no engine tells them."""
+        """Ask an engine of the model for the token ids of the request; return them, [] if no engine returned them."""
         route = self._route(pool, request, prompt)
         if route is None or len(body) > MAX_BYTES:
             return []
@@ -83,10 +83,8 @@ class EngineTokenizer:
             self._in_flight -= 1
 
     def _route(self, pool: Pool, request: Request, prompt: IdentifiedPrompt) -> _Route | None:
-        """Return a random worker that can tell the ids, and how to ask it; None if no worker can, or if it is not worth
-        asking.
-
-        It is not worth asking about a short prompt, or while only one worker could get the request.
+        """Return a random worker that can return the ids, and how to ask it; None if no worker can, if the prompt is
+        short, or if only one worker could get the request anyway.
         """
         if prompt.prompt_tokens < MIN_TOKENS or not pool.view.hashers:
             return None
@@ -101,7 +99,7 @@ class EngineTokenizer:
         return random.choice(routes) if routes and len(routable) > 1 else None
 
     async def _ask(self, route: _Route, body: bytes, headers: bytes) -> list[int]:
-        """Ask for the ids; empty if the engine does not tell them, for any reason.
+        """Ask for the ids; return [] if the engine does not return them, for any reason.
 
         An engine that did not answer, or answered 501 or more, is not asked for REST_S. After any other failure the
         engine is asked again at once, because the request itself may have caused the failure.

@@ -1,4 +1,4 @@
-"""The event by which the router ends a stream that was cut, in the words of the API that its client speaks.
+"""The event by which the router ends a stream that was cut, in the format of the client's API.
 
 The official clients raise an error for each of these events; without it a client would take half an answer for a whole.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _NUMBER = b'"sequence_number"'  # does not occur in a text of the answer, where quotes are escaped
 _NUMBERED = re.compile(_NUMBER + rb" ?: ?(\d{1,15})")
-_KEPT = 40  # last bytes of a piece that are searched again with the next: a number and its name fit
+_KEPT = 40  # last bytes of a piece that are searched again with the next piece: a number and its name fit
 
 
 class ErrorEvents:
@@ -41,7 +41,7 @@ class ErrorEvents:
         self._tail = seen[-_KEPT:]
 
     def watching(self, client: Sink) -> Sink:
-        """Return ``client``, wrapped so that ``see`` gets each piece first where events have numbers."""
+        """Return ``client``, wrapped so that ``see`` gets each piece first, if the API numbers its events."""
         return WatchedClient(self.see, client) if self._form == "responses" else client
 
     async def end(self, answer: ClientAnswer, error: WarmfleetError, record: RequestRecord) -> None:
@@ -54,7 +54,7 @@ class ErrorEvents:
     def event(self, error: WarmfleetError) -> bytes:
         """Return the last event of the stream.
 
-        An empty line goes first: it ends an event that was cut off, and after a whole event it means nothing.
+        It begins with an empty line, which ends an event that was cut off; after a whole event it has no effect.
         """
         if self._form == "messages":
             return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(error.as_anthropic())

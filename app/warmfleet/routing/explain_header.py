@@ -37,9 +37,9 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
 
 
 def explanation(question: Question, weights: Weights, decision: Decision) -> bytes:
-    """Compact JSON: the policy, the rule that chose, the weights, and the candidates with the figures of the choice.
+    """Return compact JSON: the policy, the word why, the weights, and the candidates with their loads and costs.
 
-    ``terms`` are those of the cost that are not 0, in seconds.
+    ``terms`` are the terms of the cost that are not 0, in seconds.
     """
     rows = cheapest(decision)
     candidates = [
@@ -75,5 +75,5 @@ def terms_of(row: Candidate) -> dict[str, float]:
 
 
 def with_pools(explained: bytes, pool: str, answers: Iterable[dict[str, object]]) -> bytes:
-    """Return the explanation, and first the chosen pool and what each pool that was asked has answered."""
+    """Return the explanation with the chosen pool, and the answer of each asked pool, put in front."""
     return orjson.dumps({"pool": pool, "pools": list(answers)})[:-1] + b"," + explained[1:]

@@ -1,4 +1,4 @@
-"""Places requests for gateways that forward them by themselves, and hears what became of them."""
+"""Chooses workers for requests that gateways send themselves, and takes the gateways' reports of the outcomes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FIND_S = 0.25  # time for pools to tell whether they have a reservation; later a
 
 
 class Handover(NamedTuple):
-    """A gateway's wishes besides the call, which it sends by itself.
+    """A gateway's options for a call that it sends itself.
 
-    key: the same key gets the same reservation; empty: a new one. exclude: ids of workers that must not be chosen.
+    key: equal keys get the same reservation; empty: a new reservation. exclude: ids of workers not to choose.
     """
 
     key: bytes = b""
@@ -36,11 +36,9 @@ class Handover(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How a gateway's call ended. status: the status of the engine's answer, None if none came or the gateway does not
-    say.
+    """A gateway's report of how its call ended. status: of the engine's answer; None if none came, or not reported.
 
-    failed_workers: workers that had failed this call before another one served it. output_tokens: their number in the
-    answer.
+    failed_workers: workers that failed this call before another worker served it. output_tokens: tokens of the answer.
     """
 
     outcome: Outcome
@@ -59,16 +57,16 @@ class Ending(NamedTuple):
 
     @property
     def broke_off(self) -> bool:
-        """Whether a good answer broke off, which is the worker's own fault, whatever the call was."""
+        """Whether an answer with a status 2xx broke off, which is the worker's fault with any request."""
         return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
 
 
 class Placement(NamedTuple):
-    """Where a gateway is to send its call.
+    """The worker to which a gateway is to send its call.
 
-    reservation: None if Redis booked nothing. model: the name to settle it by. url: the worker's, without a path.
-    headers: must go with the call. cache_salt: to be set in the body; None: the body stays as it is. expires_in_s:
-    the life of the reservation, counted from now, unless it is renewed.
+    reservation: None if Redis booked nothing. model: the name with which to settle it. url: the worker's, without a
+    path. headers: to send with the call. cache_salt: to be set in the body; None: the body stays as it is.
+    expires_in_s: time from now until the reservation expires, unless it is renewed.
     """
 
     reservation: str | None
@@ -94,7 +92,7 @@ class Gateway:
     async def place(self, call: Call, handover: Handover) -> Placement:
         """Book ``call`` at a worker for a gateway that sends it there. Waits in the queue as ``Router.serve`` does.
 
-        Nobody but the gateway renews and settles the reservation, so it expires by itself. Raises WarmfleetError.
+        Only the gateway renews and settles the reservation; if it does neither, it expires. Raises WarmfleetError.
         """
         router = self._router
         job = await router.prepare(call)
@@ -123,9 +121,10 @@ class Gateway:
             self._placing.discard(key)
 
     async def _where_booked(self, job: Job, reservation: str) -> Job:
-        """Return the job with that pool first in which this reservation was booked before, if one was and answers.
+        """Return the job with the pool first in which this reservation was booked before, if such a pool answers.
 
-        The home pools of a prompt change with the pools of its model, and a pool may have been full or away before.
+        That may be another pool than the present first home pool: the model's pools may have changed, or a pool may
+        have been full or away.
         """
         pool = None
         with suppress(FleetUnavailable, TimeoutError):
@@ -157,10 +156,10 @@ class Gateway:
         )
 
     async def settle(self, model: str, reservation: str, ending: Ending) -> str:
-        """Settle a reservation; returns ``started``, ``settled``, ``unknown`` or ``same``.
+        """Settle a reservation; return ``started``, ``settled``, ``unknown`` or ``same``.
 
-        The worker is judged by it as by an answer that this replica got, once. Raises ModelNotFound, BadRequest,
-        FleetUnavailable.
+        The first report of an end also judges the worker, like an answer that this replica got. Raises ModelNotFound,
+        BadRequest, FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
         lease = await pool.fleet.bookings.lease(booked)
@@ -180,7 +179,7 @@ class Gateway:
         Raises CancelledReservation if it has ended, ModelNotFound, BadRequest, FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
-        # An empty worker id books nothing anew, so what has expired or was settled stays so.
+        # With an empty worker id, ``renew`` does not book an expired or settled reservation anew.
         renewed, _, _ = await pool.fleet.bookings.renew([Renewal(booked, "", 0, 0)])
         if not renewed:
             raise CancelledReservation("This reservation was settled or has expired.", "reservation")
@@ -189,10 +188,10 @@ class Gateway:
         return pool.fleet.constants.spans.lease_ms / 1_000
 
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
-        """Find the pool that has a reservation, and the id under which it has it.
+        """Find the pool that has a reservation, and the reservation's id in that pool.
 
-        Several pools have it without the tag of its client (``client_limits``), unless it was booked when there was
-        one. Raises as ``_pool_of``.
+        If the model has several pools, the id there has no client's tag (``client_limits``), unless it was booked when
+        the model had one pool. Raises as ``_pool_of``.
         """
         untagged = reservation[:RESERVATION_LENGTH]
         pool = await self._pool_of(model, untagged)
@@ -201,7 +200,7 @@ class Gateway:
         return await self._pool_of(model, reservation), reservation
 
     async def _pool_of(self, model: str, reservation: str) -> Pool:
-        """Find the pool with this tag, or, for a model's name (which may also be a tag), the pool of the reservation.
+        """Find the pool with this tag, or, for a model's name (which may be a tag, too), the pool of the reservation.
 
         Raises ModelNotFound, BadRequest, FleetUnavailable.
         """
@@ -212,10 +211,10 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """Find the pool, of several, in which this reservation is booked, else a pool that knows of its end.
+        """Find the pool, of several, in which this reservation is booked, else a pool with its tombstone.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
-        FleetUnavailable if none of those that answer has it, and one does not answer.
+        FleetUnavailable if no pool that answers has it, and some pool does not answer.
         """
         pools = self._pools.named(model)
         if len(pools) == 1:
@@ -239,7 +238,7 @@ class Gateway:
 
 
 def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:
-    """Count how a gateway's call went for its worker, and for the workers that had failed it before."""
+    """Judge the worker of a gateway's call, and the workers that failed the call before, by the call's outcome."""
     on_trial = {worker.worker_id: bool(worker.load.flags & Flag.TRIAL) for worker in pool.view.workers}
     worker = Judged(worker_id, on_trial.get(worker_id, False))
     if ending.served:

@@ -1,4 +1,4 @@
-"""Step 2 of a request: from the parsed request to its identified prompt, with an engine's help where that pays."""
+"""Step 2 of a request: identifies its prompt, with an engine's help if this replica cannot make the token ids."""
 
 from __future__ import annotations
 

@@ -1,20 +1,19 @@
 """Chooses the pool of a job, and in it the worker.
 
-A model's only pool is asked. Of several pools the two home pools of the prompt are asked at once. Each decides exactly,
-among its own workers, and books; the cheaper booking stands, the other one is cancelled before the request is sent.
+A model's only pool is asked. Of several pools the two home pools of the prompt are asked at once. Each pool decides
+among its own workers, and books; the cheaper booking is used, the other is cancelled before the request is sent.
 Pools that are away or without a worker are passed over; if both home pools are full, one more pool is asked. A worker
-is chosen without Redis if no pool can be asked, or if all that can be are full: the workers of a pool that is away may
-have nothing to do meanwhile. A request takes the place of another in a full queue only if all pools that were asked are
-full.
+is chosen without Redis if no pool can be asked, or if all pools that can be asked are full, as the workers of a pool
+whose Redis is away may be idle. A request takes the place of another in a full queue only if all asked pools are full.
 
-The price of a request in each pool that has answered is in seconds. While no pool lets the request wait, it is the
-predicted time to first token. Inside a pool decide charges a session that moves for what it leaves behind (the price
-``stay``). Between pools nobody sees both sides but the router, so it charges here.
+The answers are compared by a price in seconds. If each asked pool offers a worker with room, the price is the predicted
+time to first token, plus the cost of moving a session away from blocks that only another pool's worker holds (by the
+weight ``stay``): decide adds this cost among the workers of one pool, but only the router can compare pools.
 
-If a pool lets the request wait for the worker that holds its first blocks, the price is the prefill still to compute,
-the time by which that engine is overdue, and half of the wait for it. Inside a pool the wait counts by how busy its
-engines are (lua/parts/shared/turns.lua), here alike in all pools. A pool that lets the request wait is not worse for
-that, because the worker with the wait is cheaper than the free ones. While the request waits, its other home pool is
+If a pool lets the request wait for the worker that holds its first blocks, the price in all pools is the prefill still
+to compute, the time by which the engine is overdue, and half of the wait for it. (Inside a pool, the weight of the wait
+depends on how busy the engines are, lua/parts/shared/turns.lua.) A pool that lets the request wait is not worse for
+that, because its worker with the wait is cheaper than its free workers. While the request waits, its other home pool is
 asked again now and then.
 """
 
@@ -50,17 +49,17 @@ logger = logging.getLogger("warmfleet.routing.pool_choice")
 
 HOMES = 2  # number of home pools, which are asked at once
 MOST_ASKED = 3  # most pools that are asked: if all of them are full, the request is refused
-LONG_S = 1.0  # most that waiting may cost beyond the whole prefill; above it a pool that is away is tried
-ENOUGH = 4  # this replica's requests per worker up to which a pool that is away gets more, or as full pools have
+LONG_S = 1.0  # price of a turn, less the whole prefill, above which a worker of a pool that is away is tried instead
+ENOUGH = 4  # least bound of this replica's requests per worker in a pool that is away; more if the busy pool has more
 TIE_S = 0.005  # least difference of two costs that counts, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
-    """A pool's answer. cost_s: cost of its best worker, wait included; None if the request would wait for its turn.
+    """A pool's answer. cost_s: cost at the chosen worker, wait included; None if the request must wait in the queue.
 
-    turn_s: price of the worker that the request gets or waits for (the function ``turn_s``). matched_tokens: that
-    this worker holds. token_s: seconds of prefill of one token there.
+    turn_s: price of the turn at the worker that the request gets or waits for (function ``turn_s``). matched_tokens:
+    tokens of the prompt that this worker holds. token_s: seconds of prefill of one token there.
     """
 
     cost_s: float | None
@@ -70,12 +69,12 @@ class Offer(NamedTuple):
 
 
 def turn_s(wait_s: float, compute_s: float) -> float:
-    """Return the price of a turn. wait_s: time until the worker begins. compute_s: time of its prefill."""
+    """Return the price of a turn. wait_s: time until the worker starts the request. compute_s: time of its prefill."""
     return WAIT_PRICE * wait_s + compute_s
 
 
 def prices(offers: Sequence[Offer], stay: float) -> list[float]:
-    """Return the price of each offer. stay: the price of a token that one other worker holds, inside a pool."""
+    """Return the price of each offer. stay: the weight of a token that only another worker holds (``Weights``)."""
     most = max(offer.matched_tokens for offer in offers)
     found: list[float] = []
     for offer in offers:
@@ -86,7 +85,7 @@ def prices(offers: Sequence[Offer], stay: float) -> list[float]:
 
 
 def best(offers: Sequence[Offer], stay: float) -> int:
-    """Return the index of the cheapest; of equal costs the one that holds more of the prompt, then one with room."""
+    """Return the index of the cheapest offer; of equal ones the offer with the longer match, then one with room."""
     priced = prices(offers, stay)
     lowest = min(priced)
     tied = [number for number, price in enumerate(priced) if price <= lowest + TIE_S]
@@ -105,9 +104,9 @@ class PoolChoice:
     def choose(
         self, job: Job, attempt: Attempt, *, may_wait: bool, must: bool = True
     ) -> Coroutine[Any, Any, Decision | Queued]:
-        """Choose a worker of the best pool, or a place in its line, and set ``attempt.chosen``.
+        """Choose a worker of the best pool, or take a ticket in its queue, and set ``attempt.chosen``.
 
-        may_wait: see ``Decider.decide``, which tells what is raised. must: the request fails unless it gets a worker.
+        may_wait, and what is raised: see ``Decider.decide``. must: the request fails if it gets no worker.
         """
         if not job.several:
             return self.decider.decide(job, attempt, may_wait=may_wait)
@@ -124,8 +123,7 @@ class _Comparison:
         self._job = job
         self._attempt = attempt
         self._must = must
-        #: Tag -> why. A pool that failed this attempt is not asked again, because it may refuse this reservation, which
-        #: was cancelled there.
+        #: Tag of a failed pool -> reason. It is not asked again: the reservation was cancelled there, so it may refuse.
         self._failed: dict[str, str] = {}
         self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
         self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
@@ -158,9 +156,9 @@ class _Comparison:
         return await self._without_redis(asked)
 
     async def _all_full(self, asked: Sequence[Booking], *, may_wait: bool) -> Decision | Queued:
-        """Take a worker of a pool that is away, or the place of another request in the queue, or else refuse.
+        """Take a worker of a pool that is away, or displace another request in a queue, or else refuse the request.
 
-        Only now may the request displace another, because before a pool may have had a worker or a place for it.
+        The request may displace another only here, once no asked pool has a worker or a free place for it.
         """
         full = [(booking, booking.answer) for booking in asked if isinstance(booking.answer, Queued)]
         refusing, refusal = full[0]
@@ -177,7 +175,7 @@ class _Comparison:
         return refusal
 
     async def _counted(self) -> Counted | None:
-        """Have the request counted for its client; None if that has no limits."""
+        """Have the request counted for its client; return None if the client has no limits."""
         job, attempt = self._job, self._attempt
         if job.call.limits is not None and attempt.counted is None:
             begun = self._choice.counting.begin(
@@ -189,10 +187,10 @@ class _Comparison:
         return attempt.counted
 
     async def _in_line(self, *, may_wait: bool) -> Decision | Queued | None:
-        """Ask again in the pool where the attempt has a ticket.
+        """Ask again in the pool where the attempt has a ticket; return the worker, the ticket or None.
 
-        None if its pool is away, or has no place left: the ticket was displaced, or expired and found the queue full.
-        Then the request is decided as if it came now.
+        None if that pool is away, or the ticket is gone (displaced, or expired) and the queue is full. Then the request
+        is decided like a new one.
         """
         own = self._attempt.chosen
         own.answer = own.error = None
@@ -215,7 +213,7 @@ class _Comparison:
         return await self._worker_of_pool_away(own.pool, line) or line
 
     def _candidates(self) -> list[Pool]:
-        """Return the pools that can be asked, in order; those with workers as of the last reading, if there are any."""
+        """Return the pools that can be asked, in order; if the last readings found any usable pools, only these."""
         reachable = [pool for pool in self._job.pools if pool.tag not in self._failed]
         reachable = [pool for pool in reachable if pool.degraded.asks_redis or self._note(pool, "away")]
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
@@ -230,13 +228,13 @@ class _Comparison:
         return False
 
     def _pass_over(self, pool: Pool, error: WarmfleetError | None) -> None:
-        """Ask this pool no more for this attempt. error: why; None: it is known to be away."""
+        """Exclude this pool from this attempt. error: the reason; None: the pool is away."""
         reason = NO_WORKER if isinstance(error, NoWorker) else "late" if isinstance(error, LatePool) else "away"
         self._failed[pool.tag] = reason
         self._note(pool, reason)
 
     async def _ask(self, pools: Sequence[Pool], *, may_wait: bool) -> list[Booking]:
-        """Ask these pools at once. In a full queue it displaces no other request, as another pool may have room."""
+        """Ask these pools at once. The request displaces none in a full queue, as another pool may have room."""
         asked = [self._attempt.book(pool, await self._prompt_in(pool)) for pool in pools]
         if len(asked) == 1:
             await self._choice.decider.ask(self._job, asked[0], may_wait=may_wait)
@@ -270,7 +268,7 @@ class _Comparison:
                 task.result()  # raises if there is a bug, as expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
-        """Identify the prompt as the workers of this pool have it, once, however long the request waits."""
+        """Return the prompt as identified for this pool's workers; it is identified once per attempt."""
         prompt, job = self._prompts.get(pool), self._job
         if prompt is None:
             prompt = same_in(job.prompt, job.request, job.pool.view, pool.view)
@@ -289,7 +287,7 @@ class _Comparison:
         return [*offers][best([*offers.values()], stay)] if offers else None
 
     def _take(self, cheapest: Booking, asked: Sequence[Booking]) -> Decision | Queued:
-        """Let the best answer stand, and cancel what the other pools booked."""
+        """Use the best answer, and cancel the bookings of the other pools."""
         self._attempt.choose(cheapest)
         if cheapest.explanation:
             cheapest.explanation = with_pools(cheapest.explanation, cheapest.pool.tag, map(_in_words, asked))
@@ -311,7 +309,7 @@ class _Comparison:
         return decision
 
     async def _without_redis(self, asked: Sequence[Booking]) -> Decision:
-        """Choose among the workers of the last readings, of the first pool that has any.
+        """Choose among the last known workers of the first pool that has any.
 
         Raises NoWorker, and FleetUnavailable if no pool was ever read.
         """
@@ -328,7 +326,7 @@ class _Comparison:
         raise failure or NoWorker(f"`{self._job.pool.name}` has no pool.")
 
     async def _known_last(self, pool: Pool) -> Decision | WarmfleetError:
-        """Choose a worker of the last reading of this pool; return the error if there is none."""
+        """Choose among the last known workers of this pool; return the error if there is none."""
         booking, reason = self._attempt.book(pool, await self._prompt_in(pool)), self._failed.get(pool.tag, "open")
         try:
             decision = await self._choice.decider.without_redis(self._job, self._attempt, booking, reason)
@@ -339,7 +337,7 @@ class _Comparison:
     async def _worker_of_pool_away(self, busy: Pool, line: Queued | None) -> Decision | None:
         """Find a worker of a pool that is away, for a request that would be refused or wait for long, else None.
 
-        busy: a pool that is full. line: where the request would wait, None if it is refused.
+        busy: the pool that is full. line: the ticket with which the request would wait; None if it is refused.
         """
         homes, never = self._job.pools, self._attempt.chosen.never
         pools = homes if line is None else [pool for pool in homes[:HOMES] if not pool.draining]
@@ -357,18 +355,18 @@ class _Comparison:
 
 
 def at_once(pools: Sequence[Pool]) -> int:
-    """Return how many of these pools are asked first: a draining pool only if no other can serve."""
+    """Return how many of these pools to ask first: two, or one if the second is draining or missing."""
     return 1 if pools[-1 if len(pools) < HOMES else HOMES - 1].draining else HOMES
 
 
 def _in_flight(pool: Pool, never: Sequence[str]) -> float:
-    """Requests of this replica at each worker that may be chosen, as of the last reading; infinite without one."""
+    """Return this replica's requests per last known worker that may be chosen; infinite without such a worker."""
     workers = [worker for worker in pool.last_known.workers if worker.routable and worker.worker_id not in never]
     return pool.degraded.in_flight.total() / len(workers) if workers else float("inf")
 
 
 def _raise_refusal(asked: Sequence[Booking]) -> None:
-    """Raise CancelledReservation if a pool did, unless the reservation was decided before in another."""
+    """Raise CancelledReservation if a pool did, unless another pool had booked the reservation before."""
     if not any(isinstance(booking.answer, Decision) and booking.answer.outcome == "known" for booking in asked):
         for booking in asked:
             if isinstance(booking.error, CancelledReservation):
@@ -376,12 +374,12 @@ def _raise_refusal(asked: Sequence[Booking]) -> None:
 
 
 def _line(booking: Booking) -> Queued | None:
-    """Return the queue in which the request has a ticket, None without a ticket."""
+    """Return the answer that says that the request has a ticket; None without a ticket."""
     return booking.answer if isinstance(booking.answer, Queued) and booking.answer.outcome == "queued" else None
 
 
 def _offer(booking: Booking) -> Offer | None:
-    """Return the request's costs there; None if it got neither a worker nor a ticket."""
+    """Return the offer of a booking's pool; None if the request got neither a worker nor a ticket there."""
     answer, view = booking.answer, booking.pool.view
     if isinstance(answer, Decision):
         token_s = view.token_s_of(answer.worker_id)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.settings import Settings
 
-#: Headers of an engine's answer that reach the client. All others are about the connection, are the router's own, or
-#: tell about the engine. ``metadata``: without it nobody can read vLLM's embeddings as bytes.
+#: Headers of an engine's answer that reach the client. All others belong to the connection or the router, or reveal
+#: facts about the engine. ``metadata`` describes embeddings that vLLM sends as bytes.
 PASSED_BACK = frozenset(
     {
         *(b"content-type", b"content-encoding", b"content-language", b"content-disposition", b"metadata"),
@@ -44,7 +44,7 @@ PASSED_BACK = frozenset(
         *(b"retry-after", b"www-authenticate", b"allow"),
     }
 )
-#: The header by which nginx and balancers of its kind pass each piece on as it comes.
+#: The header by which nginx and similar balancers pass each piece on as it comes.
 UNBUFFERED = (b"x-accel-buffering", b"no")
 #: Most bytes of an answer in JSON that are read before its headers go to the client. If the engine dies before that,
 #: the client gets a 502 in place of a broken answer.
@@ -76,8 +76,8 @@ class Relay:
     ) -> Ended:
         """Send the job to the chosen worker and relay its answer; returns how the answer ended.
 
-        tried_elsewhere: statuses that count as a failure of the worker. Raises UpstreamGone if the worker failed, and
-        UpstreamError if its answer cannot be used. Another worker may be tried unless ``answer.started``.
+        tried_elsewhere: statuses that count as a failure of the worker. Raises UpstreamGone if the worker failed (then
+        another worker may be tried unless ``answer.started``), UpstreamError if its answer cannot be used.
         """
         booking = attempt.chosen
         view, worker_id = booking.pool.view, decision.worker_id
@@ -85,7 +85,7 @@ class Relay:
         response = self._start(job, attempt, decision, with_ids or job.body)
         try:
             await _head(response)
-            if with_ids is not None and response.status in REFUSALS:  # the worker gets it as the client sent it
+            if with_ids is not None and response.status in REFUSALS:  # send the request again without token ids
                 refused = response
                 refused.close()
                 response = self._start(job, attempt, decision, job.body)
@@ -109,7 +109,7 @@ class Relay:
             raise
         finally:
             attempt.record.came(response)
-            response.close()  # drops what has not come, so that the engine stops its work at once
+            response.close()  # an answer that is not complete is aborted, so that the engine stops its work
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
@@ -140,9 +140,9 @@ class Relay:
     ) -> Ended:
         """Pass the engine's answer on to the client; returns how the answer ended.
 
-        Raises UpstreamGone if the engine died before the first byte of its body, or began its stream with an error:
-        nothing was sent, another worker may be tried. Raises UpstreamError if an answer in JSON broke off before any of
-        it was sent.
+        Raises UpstreamGone if the engine died before the first byte of its body, or began its stream with an error: the
+        client got nothing, so another worker may be tried. Raises UpstreamError if an answer in JSON broke off before
+        the client got any of it.
         """
         if response.content_type == EVENTS:
             piece, whole = await _opening(response, tried_elsewhere), False
@@ -230,7 +230,7 @@ class Relay:
     def _first_byte(
         self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, whole: bytes | None
     ) -> None:
-        """Note the first byte of an answer. whole: the answer; None if more will come, so that the prefill is done."""
+        """Note the first byte of an answer. whole: the complete answer; None if more will come, so prefill is done."""
         status, streams = response.status, response.content_type == EVENTS and response.status < 400
         if decision.approximate and status == 200:
             attempt.tail = AnswerTail(whole or b"")
@@ -266,7 +266,7 @@ async def _head(response: EngineResponse) -> None:
 
 
 def _must_be_whole(job: Job, response: EngineResponse) -> bool:
-    """Return whether the client gets the answer only once it is whole, as JSON that nobody reads in pieces."""
+    """Return whether the client gets the answer only once it is complete: JSON that no client reads in pieces."""
     if response.content_type != JSON:
         return False
     length = _length(response)
@@ -303,9 +303,9 @@ def _passed_back(response: EngineResponse, *, whole: bool) -> list[tuple[bytes, 
 
 
 def _check_name(job: Job, pool: Pool, worker_id: str, answer: bytes) -> None:
-    """Raise NameRefused if the worker says that it has no such model, and another worker serves that name.
+    """Raise NameRefused if the worker answers that it has no such model, though another worker serves that name.
 
-    From then on requests for the name pass this worker over (``Pool.refused``).
+    Later requests for the name are not sent to this worker (``Pool.refused``).
     """
     model = job.request.model
     if not model or not any(other.view.names.others(model, worker_id) for other in job.pools):
@@ -332,8 +332,8 @@ def _check(
 ) -> None:
     """Raise UpstreamGone if an answer shows that another worker should be tried.
 
-    That is NameRefused, or the engine is out of order: its answer lacks the object that it must be. piece: its first,
-    or all of it if it is ``whole``.
+    Either NameRefused, or the answer is not the JSON object that it must be, so the engine is broken. piece: the first
+    piece of the answer, or all of it if ``whole``.
     """
     if response.status == NOT_FOUND:
         _check_name(job, attempt.chosen.pool, decision.worker_id, piece)
@@ -352,8 +352,8 @@ def _check(
 async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) -> bytes:
     """Read the beginning of a stream of events, with its first event if that comes soon.
 
-    Raises UpstreamGone if that is an error of the engine, as where its core has died under a request, and as
-    ``_first_piece``. An error that is the client's goes to the client.
+    Raises UpstreamGone if that event is an error of the engine, such as the death of its core, and as
+    ``_first_piece``. An error that the client caused goes to the client.
     """
     piece = await _first_piece(response)
     if first_event.is_plain(piece) or response.status != 200:
@@ -393,7 +393,7 @@ async def _seen_piece(response: EngineResponse) -> bytes:
 
 
 async def _read(response: EngineResponse) -> tuple[bytes, bool]:
-    """Read the body up to BUFFER_MAX_BYTES and the end of that piece; return it, and whether it is complete."""
+    """Read the body to its end, or about BUFFER_MAX_BYTES of it; return it, and whether it is complete."""
     try:
         piece = await response.read_any()
         if response.at_eof:

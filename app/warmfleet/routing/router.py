@@ -141,7 +141,7 @@ class Router:
         return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, self._log.wants())
 
     def _check_model(self, allowed: frozenset[str], request: Request, served: ServedModel) -> None:
-        """Raises ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
+        """Raise ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.
 
         Engines may read the model of a form, or of a query, otherwise than routers do. So the client needs the right to
         every name that the model's pools serve, unless its body is a JSON object. allowed: the names of its key.
@@ -156,6 +156,6 @@ class Router:
         return self.settlements.tickets.any(pool)
 
     async def drained(self) -> None:
-        """Return when no reservation is left to settle and no ticket to give up, whether Redis took them or not."""
+        """Return when every outcome and every end of a ticket was sent to Redis, whether Redis took them or not."""
         await self.settlements.drained()
         await self.counting.drained()

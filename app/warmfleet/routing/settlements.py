@@ -1,4 +1,4 @@
-"""Tells Redis how the bookings of this replica went, without waiting, and knows when it has told all."""
+"""Sends Redis the outcomes of this replica's bookings without waiting, and knows when all have been answered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("warmfleet.routing.settlements")
 class Settlements:
     """The outcomes that are on their way to Redis.
 
-    ``tickets``: the replica's tickets; an end gives up its ticket, and lets others ask for the room. ``settled``: the
+    ``tickets``: the replica's tickets, which are polled soon when an outcome frees room. ``settled``: the
     counters of attempts that have ended, by outcome.
     """
 
@@ -43,7 +43,7 @@ class Settlements:
         shortfall: Shortfall | None = None,
         record: TryRecord | None = None,
     ) -> None:
-        """Send Redis an outcome, and wait for nothing. A background round repeats an outcome that Redis does not take,
+        """Send Redis an outcome without waiting. A background round repeats an outcome that Redis did not take,
         without the tokens and the shortfall. record: gets the cached tokens, if the engine's plugin has reported them.
 
         Redis takes the outcome before every later decision, because all go over one connection.
@@ -76,7 +76,7 @@ class Settlements:
         logger.info("settle %s: %s; a final outcome is sent again, and the lease expires by itself", outcome, error)
 
     def gateway_settled(self, pool: Pool, outcome: Outcome) -> None:
-        """Redis took an outcome of a reservation that a gateway kept."""
+        """Note that Redis took the outcome of a gateway's reservation."""
         self.settled[outcome].inc()
         self.tickets.room_freed(pool)
 

@@ -1,5 +1,5 @@
-"""Keeps tenants apart, in the index and in the engines' caches: every request gets a ``cache_salt`` of its tenant, and
-ids of its tenant for the media that it names.
+"""Keeps tenants apart, in the index and in the engines' caches: every request gets a ``cache_salt`` made for its
+tenant, and ids made for its tenant in place of the ids by which it names cached media.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Tenancy:
         self._no_flow = self.flow_of(b"")
 
     def of(self, headers: Sequence[tuple[bytes, bytes]], client: str = "") -> tuple[bytes, bytes]:
-        """Return a request's tenant, b"" if tenants are not kept apart, and the flow by which the queue takes turns.
+        """Return a request's tenant (b"" if tenants are not kept apart), and its flow, by which the queue is fair.
 
         client: the name of the request's key, if any. The tenant is made of all values of the tenant header, so a
         client cannot become another tenant by a second header. Where that header is Authorization, the tenant of a
         named key is its name. Else X-Api-Key, by which clients of Anthropic's API send their key, counts as
         Authorization if there is none.
 
-        The flow has 8 bytes that do not tell the tenant header's value. Every request has a flow, whether tenants are
-        kept apart or not. Two tenants with the same flow share its turns; by chance this happens to one pair of tenants
-        in 10^19.
+        The flow has 8 bytes that do not reveal the tenant header's value. Every request has a flow, whether tenants are
+        kept apart or not. Two tenants with the same flow share its place in the queue; by chance this happens to one
+        pair of tenants in 10^19.
         """
         values = self._values(headers, client)
         return values if self._key else b"", self.flow_of(values) if values else self._no_flow
@@ -66,10 +66,10 @@ class Tenancy:
         return hashlib.blake2b(values, digest_size=FLOW_BYTES, key=self._key[:64]).digest()
 
     def isolate(self, request: Request, body: bytes, tenant: bytes) -> bytes:
-        """Give ``request`` the tenant's salt; returns the body for the engine, with the same salt and the tenant's ids
-        of media in it.
+        """Give ``request`` the tenant's salt; return the body for the engine, with this salt and the tenant's media
+        ids.
 
-        A body in which the engine looks for no salt gets none. Raises BadRequest, TooLarge: see ``media_ids.renamed``.
+        A body in which the engine reads no salt gets none. Raises BadRequest, TooLarge: see ``media_ids.renamed``.
         """
         if not self._key:
             return body

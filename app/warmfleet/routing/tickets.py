@@ -1,12 +1,12 @@
-"""Asks Redis which waiting requests of this replica have their turn, and ends their waits.
+"""Polls Redis for the waiting requests of this replica that may be served now (have their turn), and ends their waits.
 
 Redis keeps the order of the tickets (lua/parts/shared/tickets.lua).
 
-While a model has tickets in this replica, one task asks about all of them: when an engine is about to have room, as
-Redis foretells, as soon as a request of this replica has its first token or ends, and every 20 ms. While the model has
-none, no task runs. A ticket that is not asked about expires, so a replica that dies leaves no ticket behind.
+While a model has tickets in this replica, one task polls for all of them: when Redis expects an engine to have room,
+as soon as a request of this replica has its first token or ends, and every 20 ms. While the model has no ticket, no
+task runs. A ticket that no poll renews expires, so a replica that dies leaves no ticket behind.
 
-Each poll also sends one request to be decided again, if it was last decided a while ago: by now an engine may hold more
+Each poll also lets one request be decided again, if its last decision is a while ago: by now an engine may hold more
 of its prompt, or an engine of its other home pool may have room.
 """
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Line
     from warmfleet.pools.pool import Pool
 
-POLL_S = 0.02  # longest pause between two polls, by which a turn that no poll foretold is late; a ticket lives for 1 s
+POLL_S = 0.02  # longest pause between two polls, hence longest delay of a turn that Redis did not predict
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
 REVIEW_S = 0.25  # time between two decisions for a ticket, as a decision costs Redis as much as some polls
 REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
-NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # least number and share (1/8) of tickets named in a poll, 3 µs of Redis each
-PAUSES = 4  # least pause in durations of the last poll, so that a long queue does not keep Redis busy
+NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets renewed in a poll: least number, and share (1/8); 3 µs of Redis each
+PAUSES = 4  # least pause, as a multiple of the last poll's duration, so that a long queue does not keep Redis busy
 
 
 class Tickets:
@@ -42,13 +42,13 @@ class Tickets:
         self._polls: dict[str, TicketPolls] = {}
 
     async def wait(self, pool: Pool, ticket: str, *, elsewhere: bool = False) -> Standing:
-        """Return when a decision should be asked for: the ticket's turn has come, it was displaced, Redis does not know
-        it, or it waits (WAITS) and was last decided a while ago. elsewhere: the model has other pools, too.
+        """Return the ticket's state when the request should be decided again: the ticket has its turn, was displaced or
+        is unknown, or it still WAITS but its last decision is a while ago. elsewhere: the model has other pools, too.
         """
         return await self._of(pool).wait(ticket, elsewhere=elsewhere)
 
     def work_s(self, pool: Pool) -> float:
-        """Return the seconds of prefill that the prompts in the queue cost the whole fleet, as of the last poll."""
+        """Return the seconds that the whole fleet needs for the prefill of the queue, by the last poll."""
         polls = self._polls.get(pool.tag)
         return polls.work_s if polls is not None and polls.pool is pool else 0.0
 
@@ -62,20 +62,20 @@ class Tickets:
         self._of(pool).leave(ticket)
 
     def room_freed(self, pool: Pool) -> None:
-        """Poll soon, as a request of this replica ended, so that a worker has more room."""
+        """Poll soon, because a request of this replica has freed room at a worker."""
         if polls := self._polls.get(pool.tag):
             polls.ask_soon()
 
     def _of(self, pool: Pool) -> TicketPolls:
         polls = self._polls.get(pool.tag)
-        if polls is None or polls.pool is not pool:  # a pool may have gone, and come back as another object
-            # Nothing is kept of pools without a ticket, because pools come and go.
+        if polls is None or polls.pool is not pool:  # a pool may be removed, and come back as another object
+            # Drop the polls of pools without a ticket, because pools come and go.
             self._polls = {tag: kept for tag, kept in self._polls.items() if kept.task is not None}
             polls = self._polls[pool.tag] = TicketPolls(pool)
         return polls
 
     async def drained(self) -> None:
-        """Return when no request waits and no ticket is left to give up, whether Redis took that or not."""
+        """Return when no request waits and no ticket is left to give up, even if Redis did not answer."""
         while running := [polls.task for polls in self._polls.values() if polls.task is not None]:
             await asyncio.wait(running)
 
@@ -83,7 +83,7 @@ class Tickets:
 class TicketPolls:
     """The tickets of one model in this replica. ``task`` polls Redis while the model has any.
 
-    A poll returns all tickets whose turn it is. It names an eighth of this replica's tickets, which renews them.
+    A poll returns all tickets that have their turn, and renews an eighth of this replica's tickets, which it names.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -98,7 +98,7 @@ class TicketPolls:
         self._leaving: dict[str, float] = {}  # by id, the time since which the ticket leaves
 
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
-        """Return the ticket's standing as soon as it is another than WAITS, or it is to be decided again.
+        """Return the ticket's state once that is not WAITS, or once the request is to be decided again.
 
         elsewhere: as for ``Tickets.wait``.
         """
@@ -144,11 +144,11 @@ class TicketPolls:
                         await self._soon.wait()
         finally:
             self.task = None
-            self.pool.lead_time.waiting(0.0)  # this replica looks at the queue no longer
+            self.pool.lead_time.waiting(0.0)  # without polls, this replica does not know the queue's length
             self._end_all_waits()  # a wait is left only if this task was cancelled or failed
 
     async def _poll(self) -> None:
-        """Ask whose turn it is. Once Redis is silent for SILENT_S, every wait ends without Redis."""
+        """Ask which tickets have their turn. If Redis was silent for SILENT_S, end all waits as UNKNOWN."""
         left_at, waiting = self._leaving, self._named()
         leaving, self._leaving = [*left_at], {}
         try:
@@ -174,7 +174,7 @@ class TicketPolls:
         return named
 
     def _review(self) -> None:
-        """End the wait of the request that was decided first, if that is a while ago."""
+        """End the wait of the request whose last decision is the oldest, if that is old enough."""
         ticket = next((ticket for ticket, future in self._waiting.items() if not future.done()), None)
         if ticket is not None and time.perf_counter() >= self._review_at[ticket]:
             self._waiting[ticket].set_result(Standing.WAITS)

@@ -1,5 +1,4 @@
-"""Token hand-off: an engine is given the token ids that the router has made, so that the engine does not tokenise
-again.
+"""Token hand-off: the router sends an engine the token ids that it has made, so the engine need not tokenise again.
 
 Completions take the ids as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer).
 Every other byte of the request stays, so the answer is the same as for the text. Only exact ids are handed off, and
@@ -24,12 +23,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.token_handoff")
 
-#: Statuses by which an engine may refuse the ids. It is then sent the text, and the client gets the answer to the
-#: text.
+#: Statuses by which an engine may refuse the ids. Then the request is sent again as text.
 REFUSALS = (400, 413, 422)
 PAUSE_S = 300.0  # time for which a worker that refused ids, but took the text, gets no ids
-CHECK_EVERY = 12  # requests of which one goes as text, so that the engine's count of tokens shows a new tokenizer
-MAX_VIEW_AGE_S = 5.0  # oldest reading that is trusted: by now the worker may be a process with another tokenizer
+CHECK_EVERY = 12  # one in so many requests is sent as text, so that a wrong token count reveals a changed tokenizer
+MAX_VIEW_AGE_S = 5.0  # greatest age of the last reading: after that the worker may be a process with another tokenizer
 MAX_WORKERS = 4_096
 
 
@@ -49,7 +47,7 @@ class Handoff:
         reason, made = self._against(request, prompt, view, worker_id), None
         if not reason:
             given, ids = request.prompts, [each.json() for each in prompt.prompts]
-            # The length of the prompt if it is a single text, as a completion may have it.
+            # The last argument: the length of the prompt, if it is a single text.
             made = spliced(request.endpoint, raw, ids, len(given[0]) if len(given) == 1 else 0)
         self._results(reason or ("body" if made is None else "used")).inc()
         return made
@@ -85,7 +83,7 @@ class Handoff:
         if self._paused_until.get(worker_id, now) > now:
             return "paused"
         if longest >= able.limit_tokens:
-            return "length"  # too long: the engine's refusal would name ids, but the client sent text
+            return "length"  # too long: the engine's error message should speak of the text that the client sent
         if len(self._requests) >= MAX_WORKERS:
             self._requests.clear()
         count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1

@@ -1,1 +1,1 @@
-"""Traces of requests for OpenTelemetry: their sampling, their spans, and their way to a collector."""
+"""Traces of requests for OpenTelemetry: sampling, spans, and the export to a collector."""

@@ -1,7 +1,7 @@
-"""Samples requests, and sends the spans of those that are kept to a collector, from a thread of its own.
+"""Samples requests, and sends the spans of sampled requests to a collector, from a thread of its own.
 
-No request waits for that: a finished one is put into a queue with a bound. Requests that find no room there are counted
-and forgotten.
+No request waits for the export: a finished request is put into a bounded queue. If the queue is full, its spans are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ MAX_WAITING = 4_096  # most requests that wait to be sent; each takes about 2 kB
 MAX_BATCH = 256  # most requests in one message, which then has about 300 kB
 RETRYABLE = frozenset({429, 502, 503, 504})  # statuses after which the standard lets a message be sent again
 MAX_REFUSAL_BYTES = 200  # most bytes of a collector's refusal that are logged
-CLOSE_S = 2.0  # longest time for sending what waits at the end
+CLOSE_S = 2.0  # longest time for sending the waiting spans when the replica stops
 
 
 class Tracing:
-    """The traces of one replica: ``open`` starts the thread, ``close`` sends what waits."""
+    """The traces of one replica: ``open`` starts the thread, ``close`` sends the waiting spans."""
 
     def __init__(self, options: TracingOptions, timing: Timing, metrics: Metrics) -> None:
         """Raises BadArgument if a certificate cannot be used."""
         self._options = options
         self._timing = timing
         self.context = Sampler(options.share, by_parent=options.by_parent).context
-        # Only one thread may count a counter: the event loop's thread the first, the exporter's thread the two others.
+        # Only one thread may increment a counter: the event loop's the first, the exporter's the other two.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
         self._tls = _tls(options)
         self._waiting: deque[RequestSpan] = deque()
@@ -66,7 +66,7 @@ class Tracing:
     # ------------------------------------------------ in the event loop
 
     def end(self, request: RequestSpan) -> None:
-        """Queue the spans of a request that is over for the next round. The caller waits for nothing."""
+        """Queue the spans of a finished request for the next round; returns at once."""
         if len(self._waiting) >= MAX_WAITING:
             self._dropped.inc()
             return
@@ -82,7 +82,7 @@ class Tracing:
         self._thread.start()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send what waits, unless that takes longer than ``timeout_s``."""
+        """Send the waiting spans, unless that takes longer than ``timeout_s``."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -94,14 +94,14 @@ class Tracing:
             self._round(transport)
 
     def _round(self, transport: httpx.HTTPTransport) -> None:
-        """Send what waits now, in batches."""
+        """Send the spans that wait now, in batches."""
         for _ in range(len(self._waiting) // MAX_BATCH + 1):
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_BATCH))]
             if not batch:
                 return
             try:
                 refusal = self._send(transport, batch)
-            except Exception:  # a bug of ours costs a batch, and neither the thread nor a request
+            except Exception:  # a bug here loses a batch, but must not end the thread
                 self._failed.inc(len(batch))
                 logger.exception("traces are lost")
                 continue
@@ -109,7 +109,7 @@ class Tracing:
                 self._exported.inc(len(batch))
                 continue
             self._failed.inc(len(batch))
-            # Without the number of requests, so that the lines are equal and are folded. The metric has the number.
+            # The line does not name the number of requests, so that equal lines are folded. The metric has the number.
             logger.warning("traces are lost: the collector %s does not take them: %s", self._options.endpoint, refusal)
 
     def _send(self, transport: httpx.HTTPTransport, batch: list[RequestSpan]) -> str:
@@ -138,7 +138,7 @@ def tracing_of(environment: Mapping[str, str], timing: Timing, metrics: Metrics)
 
 
 def unsampled(context: TraceContext) -> bytes:
-    """Return the traceparent that tells an engine that this trace is not kept, so that it does not decide by itself."""
+    """Return the traceparent for an engine of a trace that is not sampled, so that the engine does not sample it."""
     return traceparent(context.trace_id, new_span_id(), sampled=False)
 
 

@@ -1,7 +1,7 @@
 """The last requests of this replica, kept for people who ask why one of them was slow (``warmfleet why``).
 
-A busy replica has thousands in a minute, and somebody who waited asks later. So the slowest of each minute are kept for
-an hour as well, and the last ones that failed.
+A busy replica has thousands of requests in a minute, and people ask later. So the slowest requests of each minute are
+kept for an hour as well, and the last requests that failed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 #: Number of last requests kept, each of about 1.5 kB. If the CPU's cache does not hold them, a request costs 5 us more.
 KEPT = 512
-SLOWEST, MINUTES = 16, 60  # numbers of slow requests kept of each minute, and of minutes that had requests
-FAILED = 256  # number of last requests kept that the fleet failed, or whose client hung up
+SLOWEST, MINUTES = 16, 60  # number of slow requests kept of each minute; number of minutes (only those with requests)
+FAILED = 256  # number of last failed requests kept: the fleet failed, or the client hung up
 MINUTE_S = 60.0
-UNBOOKED = "unbooked."  # begins an engine's id of a request that Redis did not book; the request's id follows
+UNBOOKED = "unbooked."  # prefix of the id that an engine gets for a request that Redis did not book
 _RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{RESERVATION_LENGTH - len(RESERVATION_PREFIX)}}}")
 
 Slow = tuple[float, int, "RequestRecord"]  # seconds that the client waited, a unique number, the request
@@ -50,13 +50,13 @@ class LastRequests:
     def ended(self, record: RequestRecord) -> None:
         """Keep a request that is over for longer if it failed, or is among the slowest of this minute.
 
-        A request of an unknown client was never kept, so it displaces none.
+        A request of an unknown client was never kept (``begun`` was not called), so that it displaces no other.
         """
         if not record.kept:
             return
         if record.error_status >= 500 or not record.complete:
             self._failed.append(record)
-        ended_at = record.ended_at  # no wait is longer than the request took
+        ended_at = record.ended_at  # below: no wait within a request is longer than the request
         if ended_at - record.began_at > self._least_s or ended_at >= self._minute_ends_at:
             self._keep_slow(lateness_s(record), record)
 
@@ -82,7 +82,7 @@ class LastRequests:
         return (record for minute in self._minutes for _, _, record in minute)
 
     def failed(self) -> list[RequestRecord]:
-        """Return the requests that the fleet failed, or whose answer did not reach its end; the newest first."""
+        """Return the requests that the fleet failed, or whose answer broke off; the newest first."""
         return list(reversed(self._failed))
 
     def slowest(self) -> list[RequestRecord]:
@@ -94,7 +94,7 @@ class LastRequests:
         """Return the requests with this id, the newest first.
 
         identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
-        placement; else the X-Request-Id of a client. request_id: the latter as routers read it.
+        placement; else a client's X-Request-Id. request_id: that X-Request-Id as routers read it.
         """
         reservations = {match[0] for match in _RESERVATION.finditer(identifier)}
         if reservations:
@@ -102,7 +102,7 @@ class LastRequests:
         _, unbooked, behind = identifier.partition(UNBOOKED)
         if not unbooked:
             return [record for record in self.all() if record.request_id == request_id]
-        behind = behind.removeprefix(ENDED_MARK)  # an engine puts more behind the id that it got
+        behind = behind.removeprefix(ENDED_MARK)  # an engine appends characters to the id that it got
         found = [record for record in self.all() if behind.startswith(record.request_id)]
         longest = max((len(record.request_id) for record in found), default=0)
         return [record for record in found if len(record.request_id) == longest]
@@ -113,7 +113,7 @@ def _reservations(record: RequestRecord) -> Iterator[str]:
 
 
 def lateness_s(record: RequestRecord, now: float = 0.0) -> float:
-    """Return the client's longest wait at a stretch, for the first byte or in the middle of its answer.
+    """Return the client's longest single wait in seconds, for the first byte or in the middle of its answer.
 
     now: the end of the wait, for a request that is still under way.
     """

@@ -1,7 +1,7 @@
 """The standard variables of OpenTelemetry that a replica obeys, read and checked.
 
-An address of a collector turns tracing on: ``OTEL_EXPORTER_OTLP_ENDPOINT``, or the same with ``TRACES`` before its last
-word. The latter wins, as for every variable of the exporter. ``app/docs/tracing.md`` lists all of them.
+A collector's address turns tracing on: ``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``. As
+for every variable of the exporter, that with ``TRACES`` wins. ``app/docs/tracing.md`` lists all variables.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """Return the value of an exporter's variable: of that for traces if it is set, else of that for everything."""
+    """Return the value of an exporter's variable: for traces if that is set, else for all signals."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``_pairs``, but refuse those that HTTP does not allow, because its error would show the value."""
+    """Return the ``_pairs``. Raises BadArgument for a pair that HTTP forbids, as httpx' error would show the value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

@@ -1,7 +1,7 @@
 """Finished spans as the bytes of an OTLP request (opentelemetry/proto/collector/trace/v1/trace_service.proto).
 
-Numbers behind the name of a function's argument are the field numbers of the messages. ``tests/app/tracing`` reads the
-bytes with the official classes.
+The numbers that the functions take are field numbers of protobuf messages. ``tests/app/tracing`` reads the bytes with
+the official classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SERVER, CLIENT = 2, 3  # kinds of spans
 STATUS_ERROR = b"\x18\x02"  # the field with the status code of an error
 LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span whose parent is in this process, in another
 SCOPE = "warmfleet"
-KEYS = 256  # most names of attributes whose bytes are kept; there are a few dozen names
+KEYS = 256  # most names of attributes whose bytes are cached; a few dozen names are in use
 
 
 def export_request(resource: Mapping[str, str], version: str, spans: Iterable[bytes]) -> bytes:

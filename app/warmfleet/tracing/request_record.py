@@ -1,11 +1,11 @@
 """The record of a request and of its tries at workers: times, sizes and results.
 
 A record begins when the request's body is complete, and ends with the answer. Every request has a record, so each step
-notes a time or a reference, and no more. The words for people are made when somebody asks (``api/request_reasons``) or
-in the thread of the log. Of a prompt and an answer a record holds the sizes and nothing else. All times are by
-``time.perf_counter``, 0 = it did not happen.
+only notes a time or a reference. Texts for people are made when somebody asks (``api/request_reasons``) or in the log's
+thread. Of prompt and answer a record holds only the sizes. All times are by ``time.perf_counter``; 0: it did not
+happen.
 
-A field that was not set has the value of its class, which costs nothing, because most requests set few fields.
+A field that was not set has the value of the class, which saves time, because most requests set few fields.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def _failure(error: WarmfleetError) -> Failure:
-    """Return the failure without an engine's words, which follow a colon, because they may quote the request."""
+    """Return the failure without the text of an engine (behind a colon), because it may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
     return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
@@ -65,14 +65,14 @@ def _failure(error: WarmfleetError) -> Failure:
 class TryRecord:
     """A try at a worker, from before the decision until everything is given back.
 
-    ``asked_at``: when the decision that chose the worker was asked for. ``waiting``, ``work_s``: requests and
-    seconds of prefill in the queue when this one joined it. ``policy``: the policy that chose; empty if Redis did
+    ``asked_at``: when Redis was asked for the decision that chose the worker. ``waiting``, ``work_s``: requests and
+    seconds of prefill in the queue when this request joined it. ``policy``: the policy that chose; empty if Redis did
     not choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
-    speed is known. ``pool``: the tag of the chosen pool; empty where the model has one pool. ``engine_request_id``:
-    the X-Request-Id that the engine got last. ``headers``: lines of the request to the engine that belong to this
-    try. ``chunks``: pieces in which the engine sent its answer. ``gap_s``: the longest silence between two of them.
-    ``usage``: the engine's JSON that counts tokens, without anything behind it. ``cached_tokens``: those of the
-    prompt, as the plugin reported them; None before. ``client_s``: how long the engine's answer waited for the client.
+    speed is known. ``pool``: the tag of the chosen pool; empty if the model has one pool. ``engine_request_id``:
+    the X-Request-Id that the engine got last. ``headers``: header lines that only this try's request to the engine has.
+    ``chunks``: number of pieces of the engine's answer. ``gap_s``: the longest silence between two pieces.
+    ``usage``: the JSON of the engine's usage field. ``cached_tokens``: of the prompt, as the plugin reported them; None
+    before. ``client_s``: seconds for which the engine's answer waited for the client.
     """
 
     asked_at = queued_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
@@ -93,7 +93,7 @@ class TryRecord:
         self.began_at = time.perf_counter()
 
     def queued(self, waiting: int, work_s: float) -> None:
-        """Note that the request waits for its worker. Only the first of the many calls while it waits counts."""
+        """Note that the request waits in the queue. Of repeated calls only the first counts."""
         if not self.queued_at:
             self.queued_at = time.perf_counter()
             self.waiting, self.work_s = waiting, work_s
@@ -124,7 +124,7 @@ class TryRecord:
             self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
     def came(self, answer: EngineResponse) -> None:
-        """Note the facts of an answer that is complete, or of which no more will come."""
+        """Note the sizes and times of an answer that has ended, complete or not."""
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail
         begins = tail.rfind(USAGE, -TAIL_BYTES)
@@ -144,7 +144,7 @@ class TryRecord:
         """Note that all that was booked for this try was given back."""
         self.ended_at, self.outcome = time.perf_counter(), outcome
         if self.decision is not None and self.decision.seen is not None:
-            self.decision = replace(self.decision, seen=None)  # a record lives long, and ``seen`` is the whole fleet
+            self.decision = replace(self.decision, seen=None)  # ``seen`` has all workers, too much for a stored record
         if self.log_step is not None:
             self.log_step(f"settled: {outcome}")
 
@@ -153,9 +153,9 @@ class RequestRecord:
     """A request of a client, from when its body was complete until its answer ended.
 
     ``kind``, ``reason``: how the prompt was identified, see ``IdentifiedPrompt``. ``status``: of the client's answer, 0
-    if none came. ``error_status``: of the error that ended the request, also if the answer had begun with another
+    if none was sent. ``error_status``: of the error that ended the request, even if the answer had begun with another
     status. ``complete``: the answer did not break off. ``placed``: the router only chose the worker; a gateway sends
-    the request. ``kept``: the record is among the last requests.
+    the request. ``kept``: ``LastRequests`` has the record.
     """
 
     model = kind = reason = trace_id = ""

@@ -1,7 +1,7 @@
 """The spans of a sampled request: one for the request itself, and one for each try at a worker.
 
-A span is the record that every request or try has, with the ids of a trace. The names that a collector gets are made
-afterwards, by ``attributes`` and ``events``, in the exporter's thread.
+A span is the record of a request or try, with the ids of a trace. The names for the collector are made later, by
+``attributes`` and ``events``, in the exporter's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrySpan(TryRecord):
         super().__init__(reservation)
         self.trace_id = trace_id
         self.span_id = new_span_id()
-        # The engine's own span belongs to this one.
+        # Makes this span the parent of the engine's own span.
         self.headers = b"traceparent: %b\r\n" % traceparent(trace_id, self.span_id, sampled=True)
 
     def attributes(self) -> Attributes:
@@ -71,13 +71,13 @@ class TrySpan(TryRecord):
 
     @property
     def error(self) -> Failure | None:
-        """Why this try failed; None if it did not. For the side that asks, an answer of 400 is a failure, too."""
+        """Why this try failed; None if it did not. An answer of 400 or more is a failure of a client span."""
         if self.failure is None and self.status >= 400:
             return Failure(str(self.status), "")
         return self.failure
 
     def events(self) -> Iterator[Event]:
-        """Yield the moments of this try."""
+        """Yield the steps of this try, with their times."""
         for at, name in (
             (self.queued_at, "queued"),
             (self.decided_at, "decided"),
@@ -91,8 +91,8 @@ class TrySpan(TryRecord):
 class RequestSpan(RequestRecord):
     """The span of a client's request.
 
-    ``name``: one of few, so a path that only a pattern of the operator covers is not in it. ``offset_ns``: Unix time
-    minus the time of this span's clock. ``tracestate``: as the client sent it.
+    ``name``: one of a few; it has no path that only a pattern of the operator covers. ``offset_ns``: Unix time
+    minus the time of ``perf_counter``. ``tracestate``: as the client sent it.
     """
 
     def __init__(self, context: TraceContext, path: EnginePath, method: str, request_id: str, began_at: float) -> None:
@@ -111,10 +111,9 @@ class RequestSpan(RequestRecord):
 
     @property
     def error(self) -> Failure | None:
-        """Why this request failed by the fleet's fault, or None.
+        """Why this request failed through the fleet's fault, or None.
 
-        Neither a client's own error nor a client that hangs up counts here. An answer that another worker completed did
-        not fail.
+        A client's own error or hang-up is no such failure, nor is a failed try if another worker served the request.
         """
         if self.failure is not None:
             return self.failure if self.error_status >= 500 else None
@@ -153,7 +152,7 @@ class RequestSpan(RequestRecord):
         return found
 
     def events(self) -> Iterator[Event]:
-        """Yield the moments of this request that belong to no single try."""
+        """Yield the steps of this request that belong to no single try, with their times."""
         if self.identified_at:
             yield Event(self.identified_at, "identified", {})
         yield from self.happened

@@ -14,7 +14,7 @@ SAMPLED = 1  # flag of a traceparent whose trace is kept
 
 
 class TraceContext(NamedTuple):
-    """The trace of a request. parent_id: of the caller's span; empty if the trace begins here.
+    """The trace of a request. parent_id: the id of the caller's span; empty if the trace begins here.
 
     sampled: the spans of this replica are kept. state: the caller's tracestate, for the span; empty if it is too long.
     """
@@ -26,11 +26,11 @@ class TraceContext(NamedTuple):
 
 
 class Sampler:
-    """Decides which traces are kept. Every replica decides alike for one trace id, and so do other libraries."""
+    """Decides which traces are kept, for each trace id in the same way as all replicas and other OTel libraries."""
 
     def __init__(self, share: float, *, by_parent: bool) -> None:
-        """share: 0 to 1. by_parent: where a caller began the trace, its decision counts."""
-        self._below = round(share * 2**64)  # of the lower half of a trace id
+        """share: 0 to 1. by_parent: if a caller began the trace, the caller's decision counts."""
+        self._below = round(share * 2**64)  # bound of a kept trace id's lower half
         self._by_parent = by_parent
 
     def context(self, header: bytes, state: bytes = b"") -> TraceContext:

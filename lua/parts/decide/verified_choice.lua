@@ -2,9 +2,8 @@
 decide/verified_choice: chooses a candidate, and chooses again if it holds less of the prompt than its match says.
 
 A match is found by bisection, which is exact only while a worker's set of blocks is prefix-closed (has each block's
-predecessors). If a chosen worker's set is not, its reverse set (s:) tells how many blocks it holds without a gap; at
-most 2048 blocks are looked up, beyond which the match is a lower bound and s.flagged is 1. The choice is repeated at
-most twice.
+predecessors). If a chosen worker's set is not, its reverse set (s:) tells how many blocks it holds without a gap, of at
+most 2048 blocks; beyond these the match is a lower bound and s.flagged is 1. The choice is repeated twice at most.
 
 Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
 and s.confirmed if blocks are missing. Returns the candidate, one word why, and its match as the choice saw it.

@@ -31,8 +31,8 @@ def split(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 def join(entry: dict[str, Any], pieces: Sequence[bytes], max_bytes: int) -> bytes:
     """Put the content of an artifact together from its chunks.
 
-    Raises WireError if chunks or content differ from the manifest's ``entry``. Holds ``max_bytes`` of content at most,
-    however much the compressed bytes would expand to.
+    Raises WireError if chunks or content differ from the manifest's ``entry``. Never decompresses more than about
+    ``max_bytes``, whatever the chunks contain.
     """
     size = int(entry["bytes"])
     if not 0 <= size <= max_bytes:

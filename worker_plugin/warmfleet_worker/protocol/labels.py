@@ -1,4 +1,4 @@
-"""Labels: what an operator says of an engine, such as its zone, as ``name=value``. Routers choose by them."""
+"""Labels: an operator's facts about an engine, such as its zone, as ``name=value``. Routers choose workers by them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from .wire import WireError
 
-MAX_LABELS = 8  # most labels of an engine; lua/parts/shared/labels.lua takes no more
+MAX_LABELS = 8  # most labels of an engine; lua/parts/apply_control/worker_join.lua takes no more
 _WORD = re.compile(r"[A-Za-z0-9._-]{1,63}")
 
 
@@ -16,7 +16,7 @@ def is_label(name: object, value: object) -> bool:
 
 
 def read_labels(text: str) -> dict[str, str]:
-    """Read ``zone=eu-1a,hardware=h100`` into values by name; ``&`` may stand for the comma, where commas part engines.
+    """Read ``zone=eu-1a,hardware=h100`` into values by name; ``&`` may replace the comma, in lists of engines.
 
     Raises WireError.
     """

@@ -1,12 +1,12 @@
-"""The pools of a served model, and where its servers are: two hashes in Redis, which routers and workers share.
+"""The pools of a served model, and the pool of each of its servers: two Redis hashes that routers and workers share.
 
 A served model ``llama`` has one pool ``llama``, or several: ``llama``, ``llama#1``, ``llama#2``. Each pool has all keys
 of a fleet for itself. The two hashes here are the only keys that belong to the served model as a whole, and have its
 name without ``#`` in their braces:
 
-- ``pools``, the registry: a pool's tag -> its state. ``warmfleet pools`` writes it; if Redis has lost it,
-  routers write it back as they read it last. Without it the model has the pools that each router's WARMFLEET_MODELS
-  names.
+- ``pools``, the registry: a pool's tag -> its state. ``warmfleet pools`` writes it; if Redis has lost the registry,
+  routers write back what they read last. Without a registry the model has the pools that each router's
+  WARMFLEET_MODELS names.
 - ``placement``: a server's name -> its pool and its capacity. Each server writes its own field.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SERVING, DRAINING = "serving", "draining"
-MAX_POOLS = 256  # most pools of one served model, because every replica has a round of upkeep for each
-KEPT_MS = 24 * 3_600_000  # time away after which a server's entry in ``placement`` is removed
+MAX_POOLS = 256  # most pools of one served model, because every replica does upkeep for each
+KEPT_MS = 24 * 3_600_000  # time since a server was last seen after which its entry in ``placement`` is removed
 
 
 def served_model(tag: str) -> str:
@@ -34,10 +34,10 @@ def served_model(tag: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """A pool in the registry. since_ms: when it got its state.
+    """A pool in the registry. since_ms: when the pool got its state.
 
-    draining: the pool gets no new server, and no new request unless no other pool can serve it. moving: its servers
-    move to other pools now, some at a time, while the others serve; else they go when they are started again.
+    draining: the pool gets no new server, and no new request unless no other pool can serve it. moving: the servers of
+    a draining pool move to other pools while they run, a few at a time; else when they are started again.
     """
 
     tag: str
@@ -61,7 +61,7 @@ def read_pool(tag: str, packed: bytes | str | None) -> PoolEntry | None:
 
 
 def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, ...]:
-    """Read the pools of the served model ``name`` in a fixed order; a field that is none of its pools is left out."""
+    """Read the pools of the served model ``name`` in a fixed order; malformed fields and other models' are left out."""
     found = []
     for packed_tag, packed in fields.items():
         tag = packed_tag.decode("utf-8", "replace")
@@ -73,9 +73,9 @@ def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank.
+    """The pool of a server. seen_ms: when its API server or an engine core last wrote this. blocks: capacity by rank.
 
-    moved_ms: when it last went to another pool while it ran; 0: never. pinned: its WARMFLEET_MODEL names the pool.
+    moved_ms: when it last moved to another pool while it ran; 0: never. pinned: its WARMFLEET_MODEL names the pool.
     """
 
     pool: str
@@ -87,7 +87,7 @@ class Placement:
 
     @property
     def capacity_blocks(self) -> int:
-        """The capacity of all its ranks; 0 while none has told."""
+        """The capacity of all ranks in blocks; 0 while no rank has reported it."""
         return sum(self.blocks.values())
 
     def encode(self) -> str:

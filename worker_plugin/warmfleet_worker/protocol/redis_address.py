@@ -29,8 +29,8 @@ MAX_NODES = 16
 CLUSTER_SLOTS = 16_384
 DEFAULT_PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-ASK_AGAIN_SECONDS = 0.05  # time for which an answer is reused, so that a lost master costs one question in all
-LOOK_SECONDS = 1.0  # time between questions while all is well, as after a planned failover the old master answers
+ASK_AGAIN_SECONDS = 0.05  # time for which an answer is reused, so that a lost master causes only one question to nodes
+LOOK_SECONDS = 1.0  # time between questions while no call fails: after a planned failover the old master still answers
 _NODE = re.compile(r"(\[[^\]@/]+\]|[^:\[\]/@\s]+)(?::(\d{1,5}))?\Z")
 
 
@@ -40,9 +40,9 @@ class RedisAddressError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where Redis is.
+    """The address of Redis.
 
-    url: as redis-py understands it; with Sentinels or a Cluster the address in it is only a placeholder.
+    url: as redis-py understands it; with Sentinels or a Cluster its host and port are only placeholders.
     nodes: the Sentinels or Cluster nodes to ask for the master; else the single server, or nothing for a unix socket.
     service: the name under which Sentinels know the master.
     """
@@ -101,7 +101,7 @@ def all_nodes(answer: Any, asked: str) -> tuple[HostPort, ...]:
 
 
 def owner_of(slot: int, ranges: Iterable[SlotRange]) -> HostPort | None:
-    """Find the master that owns ``slot``; None if none does."""
+    """Find the master that owns ``slot``; None if no master owns it."""
     return next((owner for first, last, owner in ranges if first <= slot <= last), None)
 
 
@@ -109,7 +109,7 @@ def parse(url: str) -> RedisAddress:
     """Read a Redis URL. Certificate files that it names must exist. Raises RedisAddressError."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # its text may have the password in it
+    except ValueError:  # the error's text may contain the password
         raise RedisAddressError(
             "the Redis URL cannot be read (% : / @ ? # [ ] and letters beyond ASCII are written as %XX in a password)"
         ) from None
@@ -194,7 +194,7 @@ def _text(value: Any) -> str:
 
 
 def outgoing_address(redis_url: str) -> str:
-    """Find this machine's address on the way to Redis; loopback if Redis is a unix socket. Raises OSError.
+    """Find the local IP address of connections to Redis; loopback if Redis is a unix socket. Raises OSError.
 
     A connected UDP socket sends nothing, but has the address that the routing table chooses.
     """

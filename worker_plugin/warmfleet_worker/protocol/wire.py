@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 HASH_BYTES = 8  # length of a block hash, which is the last bytes of vLLM's digest
-BATCH_BLOCKS = 128  # most block hashes in one entry, which a call of apply adds to a cold Redis in 0.3-0.45 ms
+BATCH_BLOCKS = 128  # most block hashes in one entry; a call of apply adds as many to a cold Redis in 0.3-0.45 ms
 PROGRESS_PER_ENTRY = 64  # most finished prefills in one entry
 FLUSH_SECONDS = 0.1  # time between two batches of block changes
 PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
@@ -29,13 +29,13 @@ HEARTBEAT_SECONDS = 5.0
 WORKER_TTL_SECONDS = 15.0  # time without a heartbeat until a worker is not routable, unless routers vouch for it
 HELLO_MAXLEN = 4_096  # most entries that the stream ``hello`` keeps
 SERVER_MAXLEN = 64  # most entries that a server's stream keeps
-UNACKNOWLEDGED_ENTRIES = 256  # most entries by which a snapshot runs ahead of the last applied entry
+UNACKNOWLEDGED_ENTRIES = 256  # most entries of a snapshot that are sent and not yet applied
 RESERVATION_PREFIX = "wf-"  # a reservation id is this and 22 url-safe characters
 RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
-#: Stands before the client's part of an engine's request id if the client has said that its conversation ends with this
-#: request. No other client's part begins so, because routers take this character out of the ids of clients.
+#: Stands before the client's part of an engine's request id if the client said that its conversation ends with this
+#: request. Clients' own ids never begin with this character, because routers remove it from them.
 ENDED_MARK = "~"
-CLIENT_TAG_LENGTH = 11  # number of characters behind these 22 that stand for the client, if the client has limits
+CLIENT_TAG_LENGTH = 11  # characters of the client's tag, which follows a reservation id if the client has limits
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
@@ -70,12 +70,12 @@ def model_tag(model: str) -> str:
 
 
 def tag_of(served_name: str) -> str:
-    """Turn a served name into a model tag: characters that no tag has become hyphens (lua/parts/shared/misnamed)."""
+    """Turn a served name into a model tag: characters that a tag cannot have become hyphens (as in lua, misnamed)."""
     return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
 class Keys:
-    """The names of all Redis keys of one model. They share one hash tag, hence one slot of a Redis Cluster."""
+    """The names of all Redis keys of one pool. They share one hash tag, hence one slot of a Redis Cluster."""
 
     def __init__(self, model: str) -> None:
         self.tag = model_tag(model)
@@ -117,7 +117,7 @@ SINGLE_KEYS = frozenset(
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
         *("queue2", "ejections", "operator_approved", "operator_policy", "replicas"),
-        *("pools", "placement"),  # of the served model as a whole: see protocol/pools.py
+        *("pools", "placement"),  # these belong to the served model as a whole: see protocol/pools.py
     }
 )
 
@@ -182,10 +182,10 @@ class Heartbeat:
     """The report of an engine core, at least every HEARTBEAT_SECONDS.
 
     running, waiting: numbers of requests. blocks: number of held block hashes. foreign_*: tokens of requests that no
-    router has sent. speed_tps: prefill tokens per busy second, 0 = not measured. evicted: blocks evicted since the last
-    heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events. paused: the
-    engine takes no new request until somebody resumes it or wakes it up. step_us: microseconds that a step takes at
-    least, however little it computes, 0 = not measured.
+    router has sent. speed_tps: prefill tokens per second of prefill, 0 = not measured. evicted: blocks evicted since
+    the last heartbeat. digest: of the published block set; None while a snapshot is under way and after lost events.
+    paused: the engine takes no new request until somebody resumes it or wakes it up. step_us: shortest duration of an
+    engine step in microseconds, however little it computes, 0 = not measured.
     """
 
     running: int
@@ -200,7 +200,7 @@ class Heartbeat:
     step_us: int = 0
 
     def encode(self) -> str:
-        """Return a list of numbers. A last 1 means that the engine is paused; two more, whether it is, and step_us."""
+        """Return a JSON list of numbers; at its end paused and step_us if that is known, else a 1 if paused."""
         numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
         numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
         numbers += self.digest.as_list() if self.digest else []
@@ -225,7 +225,7 @@ def conversation_ended(request_id: str) -> bool:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
-#: Words that replace the algorithm where prompts cannot be matched with an engine's blocks, so that load alone decides.
+#: Words in place of the algorithm if an engine's blocks cannot be matched with prompts, so that only its load counts.
 NO_CACHE, NO_PREFIXES = "none", "no_prefixes"
 UNMATCHED = {
     NO_CACHE: "its prefix caching is off",
@@ -237,17 +237,17 @@ DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16
 
 @dataclass(frozen=True)
 class Scheme:
-    """How an engine hashes blocks. A router that has it computes the same block hashes.
+    """The rules by which an engine hashes blocks; with them a router computes the same block hashes.
 
-    algorithm: a key of DIGEST_BYTES, or of UNMATCHED. none_hash: stands for the hash before a prompt's first block.
-    block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since vLLM
-    0.31) or ``plain`` (0.28 to 0.30). hash_block_tokens: tokens that are hashed at a time, as many as in a block unless
-    said. An engine whose KV cache groups have blocks of several sizes hashes in smaller steps than its blocks: the hash
-    of a block is that of its last step.
+    algorithm: a key of DIGEST_BYTES, or of UNMATCHED. none_hash: used in place of a parent's hash in a prompt's first
+    block. block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since
+    vLLM 0.31) or ``plain`` (0.28 to 0.30). hash_block_tokens: tokens that are hashed at a time; default: a block's. An
+    engine whose KV cache groups have blocks of several sizes hashes fewer tokens at a time: the hash of a block is then
+    the hash of its last step.
 
-    A new field is needed in ``as_dict`` and ``from_dict``; in ``scheme_of`` of the plugin's ``vllm_hooks/engine_core``,
-    which announces it; in ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
-    keep known fields only; and in the router's ``prompt/block_hashes``, which computes with it.
+    To add a field, change ``as_dict`` and ``from_dict``; ``scheme_of`` in the plugin's ``vllm_hooks/engine_core``,
+    which announces it; ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
+    accept only known fields; and the router's ``prompt/block_hashes``, which computes with it.
     """
 
     algorithm: str
@@ -262,11 +262,11 @@ class Scheme:
 
     @property
     def steps(self) -> int:
-        """The number of hashes of a chain in one block, whose own hash is the last of them."""
+        """The number of hashing steps in one block; the last step's hash is the block's."""
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields; ``hash_block_tokens`` only if it differs: without it older routers compute the same id."""
+        """Return the fields; ``hash_block_tokens`` only if it differs, so that older routers compute the same id."""
         announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),
@@ -325,8 +325,8 @@ def chain_hashes(
 ) -> list[bytes]:
     """Return the digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
 
-    parent: the digest of the block before these tokens; None at the begin of a prompt. salt: enters the first block of
-    a prompt only. lora: (name, path) of the adapter, which enters every block. new: makes a hash object; for the xxhash
+    parent: the digest of the block before these tokens; None at the begin of a prompt. salt: part of a prompt's first
+    block only. lora: (name, path) of the adapter, part of every block. new: makes a hash object; for the xxhash
     algorithms the caller passes XXH3-128, which the standard library lacks.
     """
     previous = parent or scheme.none_hash
@@ -346,7 +346,7 @@ def pack_hashes(hashes: Iterable[bytes]) -> bytes:
 
 
 def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
-    """Return salt and adapter as they enter a block's hash; None if there is neither."""
+    """Return salt and adapter in the form in which a block's hash includes them; None if there is neither."""
     tagged = scheme.extra_keys == "tagged"
     keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
     if salt is not None:

@@ -1,1 +1,1 @@
-"""A request gets another worker when its own fails it or is late, within a budget."""
+"""Retries, hedging and continuation: another worker for a request whose worker fails or is late, within a budget."""

@@ -1,12 +1,12 @@
-"""Mid-stream continuation: where an engine dies in the middle of a stream, another worker goes on.
+"""Mid-stream continuation: if an engine dies in the middle of a stream, another worker continues the stream.
 
-The prompt and the tokens that were produced are the other worker's prompt, so most of its blocks may be known there. It
-is given token ids, never text: a text may have other ids than those that were produced. Only workers that announced the
-tokenizer of the first one get them.
+The other worker's prompt is the first prompt plus the tokens produced so far, whose blocks may be cached there. This
+prompt is sent as token ids, because text might be tokenised differently from how it was produced, and only to workers
+that announced the same tokenizer as the first worker.
 
 A greedy request (``temperature`` 0) then gets the text that it would have got. A request that samples is
-continued only if its client asks for that: vLLM begins anew with its random numbers, even with a ``seed``, so the text
-is another one that the model may have said.
+continued only if its client asks for that: vLLM restarts its random numbers, even with a ``seed``, so the rest of the
+text is a valid sample, but not the text that the first worker would have produced.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger("warmfleet.routing.recovery.continuation")
 
 IDENTIFIED = ("exact", "engine")  # kinds of prompts that consist of token ids alone, without images
 COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none
-#: Fields with which a request may be continued. With any other the rest of an answer may depend on more than its ids.
+#: Fields with which a request may be continued. With others, the rest of an answer may depend on more than its ids.
 CONTINUABLE = frozenset(
     {
         *("model", "stream", "stream_options", "prompt", "messages", "max_tokens", "max_completion_tokens"),
@@ -55,8 +55,8 @@ CONTINUABLE = frozenset(
         *("continue_final_message", "chat_template_kwargs", "documents"),
     }
 )
-#: Values of other fields that change nothing. ``stop`` is not among CONTINUABLE because an engine holds back text that
-#: may become a stop string, and that text would be lost.
+#: Values of other fields that have no effect. ``stop`` is not among CONTINUABLE because an engine holds back text that
+#: may become a stop string, and the held back text would be lost.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -93,9 +93,9 @@ class Continuation:
         self._kept = KeptIds()
 
     def prepared(self, job: Job) -> Job:
-        """Return the job, and how it may be continued, if the operator or the client asked for that.
+        """Return the job; made continuable if the operator or the client wants that and the request allows it.
 
-        Its body then asks the engine for token ids. Only the body of such a stream is read here.
+        The body of a continuable job asks the engine for token ids. Other bodies are not parsed here.
         """
         call, request, asked = job.call, job.request, job.call.hints.continues
         if asked is False or not (asked or self._greedy_ones) or not request.stream:
@@ -114,9 +114,9 @@ class Continuation:
         return job._replace(body=with_key(job.body, "return_token_ids", b"true"), continuable=wanted)
 
     async def go_on(self, job: Job, cut: StreamCut, answer: ClientAnswer) -> None:
-        """Let another worker continue the stream, or else end it with the error that cut it.
+        """Let another worker continue the stream, or else end the stream with the error that cut it.
 
-        The attempt at the worker that failed was released before.
+        The caller has released the attempt at the worker that failed.
         """
         result, error, record = "failed", cut.error, job.call.record
         errors = ErrorEvents(job.call.path.form)
@@ -137,7 +137,7 @@ class Continuation:
             await errors.end(answer, error, record)
 
     async def _try(self, job: Job, failed_worker: str, followed: FollowedStream) -> str:
-        """Try one other worker; return ``continued``, or the reason why not, for the metrics. Raises WarmfleetError."""
+        """Try one other worker; return ``continued`` or why not, for the metrics. Raises WarmfleetError."""
         age_s = time.perf_counter() - job.call.received_at
         rest = _rest(job, followed)
         if rest is None or 0 < self._request_max_s <= age_s:
@@ -162,12 +162,12 @@ class Continuation:
 
 
 def continuable(data: dict[str, Any]) -> bool:
-    """Return whether an answer's first ids, and these fields of the request, decide how the answer goes on."""
+    """Return whether the rest of an answer depends only on its first ids and these fields of the request."""
     return all(name in CONTINUABLE or value is None or value in NEUTRAL.get(name, ()) for name, value in data.items())
 
 
 def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> bool:
-    """Return whether this worker takes the ids of the stream so far, and means the same tokens by them."""
+    """Return whether this worker takes the ids of the stream so far, and has the tokenizer that made them."""
     able = view.handoff.get(worker_id)
     if able is None or able.identity_key != followed.identity_key:
         return False
@@ -175,7 +175,7 @@ def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> boo
 
 
 def _rest(job: Job, followed: FollowedStream) -> Job | None:
-    """Return the job for another worker, whose prompt is what was computed so far. None if that is not known.
+    """Return the job for another worker, whose prompt is prompt and answer so far; None if their ids are not known.
 
     The body is the client's with further keys at its end: of a key that occurs twice, the last value counts.
     """

@@ -1,10 +1,10 @@
-"""Hedging: a stream that waits too long for its first byte is asked of a second worker, too. The first byte wins.
+"""Hedging: if a stream waits too long for its first byte, a second worker gets the request, too. The first byte wins.
 
-It is off unless the operator sets a delay. The second worker computes the whole prompt again, which a fleet that places
-requests by what workers hold avoids everywhere else. So it helps only where engines are late at random. It costs a try
-of the retry budget. Only streams are hedged, since the first byte of a plain answer comes with its last token; and no
-long prompts, which are late because they are long. The delay is a fixed time: under overload every stream would be
-beyond a quantile of a calm minute, and would be computed twice just then.
+Hedging is off unless the operator sets a delay. The second worker computes the whole prompt again, so hedging helps
+only if engines are late at random. It costs a try of the retry budget. Only streams are hedged, because the first byte
+of a plain answer comes with its last token; and no long prompts, which are late because they are long. The delay is a
+fixed time and no quantile of recent times: under overload, nearly every stream would exceed the quantile of a calm
+minute, and would be computed twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAILURES = frozenset({429, 500, 502, 503, 504})  # statuses of the second worker
 
 
 class Race:
-    """Two attempts at one request: the one whose first byte comes first answers the client, the other one is given up.
+    """Two attempts at one request: the attempt with the earlier first byte answers the client, the other is cancelled.
 
     ``winner``: None until the first byte.
     """
@@ -52,7 +52,7 @@ class Race:
         return task
 
     def _first_byte(self, attempt: Attempt) -> None:
-        """Let this attempt win with its first byte. Raises CancelledError if the other one's came before."""
+        """Let this attempt win with its first byte. Raises CancelledError if the other attempt has won before."""
         if self.winner is not None and self.winner is not attempt:
             raise asyncio.CancelledError
         self.winner = attempt
@@ -62,7 +62,7 @@ class Race:
                 task.add_done_callback(partial(_release, other))  # the cancelled task may take a worker before it ends
 
     async def end(self) -> None:
-        """Give up what still runs; return when nothing does."""
+        """Cancel the attempts that still run; return when both have ended."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -137,7 +137,7 @@ class Hedging:
         return "failed" if failed else "cancelled"
 
     async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
-        """Serve the job at a second worker. Raises WarmfleetError if none has room, or if it fails."""
+        """Serve the job at a second worker. Raises WarmfleetError if no worker has room, or if the worker fails."""
         outcome: Outcome = "failed"
         try:
             decision = await self._choice.choose(job, attempt, may_wait=False, must=False)

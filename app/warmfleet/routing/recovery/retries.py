@@ -1,4 +1,4 @@
-"""Whether a job may have another attempt after one has failed, and how often the requests of one replica may."""
+"""Decides whether a job gets another attempt after a failure, and bounds the further attempts of one replica."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from warmfleet.routing.call import Job
 
 MAX_ATTEMPTS = 4  # most attempts, at different workers that take the request, before an answer's first byte
-MAX_GONE = 16  # most dead workers that a request may meet, as half of a large fleet may die at once
-MAX_DEATHS = 2  # most deaths of workers that had read the request, which may have killed them
-#: Fewest workers of a model with which a third one gets the request after MAX_DEATHS, and the wait before that: engines
-#: that die of a common cause have died by then. A third death blames the request, so no fourth worker gets it.
+MAX_GONE = 16  # most attempts at workers that are dead already or refuse the name, which cost no work
+MAX_DEATHS = 2  # most workers that may die with a request, which may have caused their deaths
+#: Least number of a model's workers with which a third worker gets the request after MAX_DEATHS, and the wait before
+#: that: engines that die of a common cause have died by then. After a third death no fourth worker gets the request.
 LARGE_FLEET, MOMENT_S = 4, 1.0
 BUSY = frozenset({429, 502, 503})  # the worker did not begin to work on the request
 FAILED = frozenset({500, 504})  # the worker began to work on the request, which may be the reason
 NO_ANSWER = BUSY | FAILED
 NO_STATUS = frozenset[int]()
-BUDGET_SHARE = 0.2  # further tries per request that a replica's requests may have on average
-BUDGET_MOST = 128.0  # most tries saved up: as many as requests may be under way at a worker that dies
+BUDGET_SHARE = 0.2  # further tries that each request adds to the budget
+BUDGET_MOST = 128.0  # most tries in the budget: as many as requests may be under way at a worker that dies
 
 
 class RetryBudget:
-    """Bounds the further tries of one replica, so that a fleet that fails is not asked several times as much.
+    """Bounds the further tries of one replica, so that retries do not multiply the load of a failing fleet.
 
-    A try after a refused connection is free: it did not cost the worker anything. ``empty``: there is no further try.
-    ``full``: what requests add is lost.
+    A try after a refused connection is free, because that did not cost the worker anything. ``empty``: less than one
+    try is left. ``full``: requests add nothing more.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class RetryBudget:
 class Retries:
     """The attempts at one job that have failed, and what follows for the next one.
 
-    ``failed_workers``: must not be chosen again. ``to_blame``: the workers that are to blame if another one serves the
-    job, as they were decided, by their pools. ``avoids_failing``: the next attempt passes over workers that failed
-    other requests. ``pause_s``: to wait before it (``moment``).
+    ``failed_workers``: must not be chosen again. ``to_blame``: pool and decision of each worker that gets the blame if
+    another worker serves the job. ``avoids_failing``: the next attempt passes over workers that failed other requests.
+    ``pause_s``: time to wait before the next attempt (``moment``).
     """
 
     failed_workers: tuple[str, ...] = ()
@@ -92,8 +92,7 @@ class Retries:
         gone = error.refused and not error.answered
         self._deaths += not error.refused
         by_name = isinstance(error, NameRefused)
-        # All requests that were under way at a worker that died are tried again once. To refuse a name costs a worker
-        # nothing.
+        # The first try after a death is free, as many requests may be under way there. A refused name cost no work.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
         free = gone or by_name
         if (self._attempts_left == 1 and not free) or self._too_much or (costs and self._budget.empty):
@@ -111,9 +110,9 @@ class Retries:
 
     @property
     def _too_much(self) -> bool:
-        """Whether the request itself may have been too much for the workers that had it."""
+        """Whether the request itself may have made its workers fail."""
         most = MAX_DEATHS + (self._job.worker_count >= LARGE_FLEET)
-        # A request that is too long for every engine may have been too much for the first one.
+        # A request that is too long for every engine may have killed its first worker.
         return (
             self._deaths >= most
             or not self._gone_left
@@ -126,9 +125,9 @@ class Retries:
         await asyncio.sleep(pause_s)
 
     def no_worker(self, error: NoWorker, *, avoided_some: bool) -> None:
-        """Let the next attempt choose the avoided workers, too, but none that failed this job.
+        """Let the next attempt also choose workers that were avoided, but none that failed this job.
 
-        Raises if this attempt avoided none.
+        Raises if this attempt avoided no worker.
         """
         if not avoided_some:
             raise self._failure or error  # no worker is left: the client gets the last worker's failure
