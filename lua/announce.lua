@@ -18,7 +18,7 @@ if name == "" or #record > MAX_BYTES or not forget_ms then
 end
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
-call("HDEL", replicas_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("HDEL", replicas_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 if record == "" then
   call("HDEL", replicas_key, name)
 else

@@ -34,7 +34,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local raw, packed = call("HGET", workers_key, worker_id), call("HGET", load_key, worker_id)
 local record = raw and packed and cjson.decode(raw)
 if not record or record.rejoin or call("TYPE", stream_key).ok ~= "stream" then return { 0, 0, NEXT_CONTROL, 0 } end
-call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", resync_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 local ticked = call("GET", tick_key) or ""
 local short, typical_blocks = ticked:match("^%d+ %d+ %d+ %d+ [1-9]") ~= nil, ticked:match("^%d+ %d+ %d+ %d+ %d+ (%d+)")
 local row = { struct.unpack(ROW, packed) }

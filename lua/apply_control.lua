@@ -114,7 +114,7 @@ local function enter(fields, good, time, id)
   control[name](data)
 end
 
-call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", resync_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 local kind = call("TYPE", stream_key).ok
 local cursor = call("HGET", cursor_key, stream) or "0-0"
 local entries, following, hostile = 0, NEXT_NOTHING, kind ~= "stream" and kind ~= "none"

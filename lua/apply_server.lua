@@ -80,7 +80,7 @@ local function enter(fields, good)
   end
 end
 
-call("ZREM", alive_servers_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", alive_servers_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 local kind = call("TYPE", stream_key).ok
 local page = kind == "stream" and call("XRANGE", stream_key, "-", "+", "COUNT", max_entries) or {}
 local entries, hostile, ms, sequence = 0, kind ~= "stream" and kind ~= "none", nil, nil

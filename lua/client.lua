@@ -33,7 +33,7 @@ local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local client_of = include "shared/client_use"
 
-call("ZREM", leases_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", leases_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 if verb == "admit" then
   local client, prompt_tokens = client_of(prefix, ARGV[ID_PLACE], now), tonumber(ARGV[PROMPT_PLACE])
   local counted = client.counts()

@@ -14,7 +14,7 @@ local worker_id, draining = ARGV[1], ARGV[2]
 local with_flags = include "shared/with_flags"
 
 if draining ~= "0" and draining ~= "1" then return redis.error_reply("BAD_ARGUMENT drain: 0 or 1") end
-redis.call("HDEL", load_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+redis.call("HDEL", load_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 local row = redis.call("HGET", load_key, worker_id)
 if not row then return 0 end
 local flags = struct.unpack(ROW_FLAGS, row, FLAGS_AT)

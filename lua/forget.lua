@@ -31,7 +31,7 @@ end
 local function forget_worker()
   local row, record = call("HGET", load_key, worker_id), call("HGET", workers_key, worker_id)
   if not silent(alive_key, worker_id, "events:" .. worker_id) then return 0 end
-  call("ZREM", resync_key, worker_id) -- the first write frees memory: a full Redis then allows the writes after it
+  call("ZREM", resync_key, worker_id) -- first write, which frees memory: a full Redis then allows other writes
   if row then call("SADD", retired_key, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
   local shadow = record and cjson.decode(record).shadow
   if shadow then call("SADD", retired_key, shadow) end

@@ -37,7 +37,7 @@ local tickets, turns = include "shared/tickets", include "shared/turns"
 local time = call("TIME")
 local now, now_us = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
 local queue = tickets(queue2_key, now_us, replica.ticket_ms, prefix)
-call("ZREM", queue2_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", queue2_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 queue.begin_anew_if_a_part_is_lost()
 for i = FIRST_ID, FIRST_ID - 1 + leaving do queue.leave(ARGV[i]) end
 queue.reap(TICKETS_REAPED)

@@ -57,7 +57,7 @@ local function start(id, lease)
   call("HSET", lease_key, id, head .. lease:sub(at))
 end
 
-call("ZREM", leases_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", leases_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 local renewed, rebuilt, refused = 0, 0, 0
 for i = FIRST_RESERVATION, #ARGV, RESERVATION_FIELDS do
   local id = ARGV[i]

@@ -43,7 +43,7 @@ local release = (include "shared/release_lease")(load_key, leases_key, lease_key
 
 local lease = call("HGET", lease_key, id)
 if not lease then
-  call("ZREM", leases_key, id) -- the first write frees memory: a full Redis then allows the writes after it
+  call("ZREM", leases_key, id) -- first write, which frees memory: a full Redis then allows other writes
   release.reap(call("ZRANGEBYSCORE", leases_key, "-inf", now, "LIMIT", 0, MAX_REAPED))
   if not starts and outcome ~= "finished" then
     call("ZADD", leases_key, now + tombstone_ms, id)

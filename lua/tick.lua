@@ -40,7 +40,7 @@ short = tonumber(short) or 0 -- the time since which memory is short (ms; 0: it 
 local skip = last and last <= now and now - last < min_gap_ms
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
 local full = (redis.pcall("SET", tick_key, before).err or ""):find("OOM", 1, true)
-call("ZREM", resync_key, "") -- a first write that takes no memory, after which a full Redis allows further ones
+call("ZREM", resync_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
 if full or not last or last > now or now - last > GRACE_AFTER_MS then grace_until = now + ttl_ms end
 if last and last > now then -- the clock has stepped back: times in the future become now
   for _, key in ipairs({ alive_key, alive_servers_key, resync_key }) do

@@ -80,7 +80,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """Return the headers for limits in OpenAI's API; requests are those in flight. use: None if not known."""
+        """Return the x-ratelimit headers of OpenAI's API; as requests, those in flight count. use: None: unknown."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (

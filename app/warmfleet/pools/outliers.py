@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WINDOW_S = 30.0  # time after which counts are halved
 FAILURES = 3  # fewest failures for a verdict, as one bad moment must not be enough
 SHARE = 0.1  # least share of failures among the worker's requests from this replica, also needed for a verdict
-MAX_WORKERS = 1_024  # most workers counted at a time
+MAX_WORKERS = 1_024  # most workers with counts at a time; before one more, all counts are dropped
 
 
 class Judged(NamedTuple):

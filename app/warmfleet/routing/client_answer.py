@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable, Sequence
 
-BODILESS = (204, 304)  # an answer with this status has no body, and tells no length
+BODILESS = (204, 304)  # statuses of answers without a body and a Content-Length
 
 
 def _status_line(status: int) -> bytes:

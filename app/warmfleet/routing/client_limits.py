@@ -204,7 +204,7 @@ class Counted:
         self._counting = counting
         self._answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # None: no pool can answer
         self._checked = False
-        self._asked: list[Pool] = []  # each after the one before had failed or was late
+        self._asked: list[Pool] = []  # in order: each pool after the pool before it had failed or was late
         self._charged: dict[Pool, int] = {}  # tokens of its prompt, by each pool that counts it or may do so
         self.model = model
         self.name = name

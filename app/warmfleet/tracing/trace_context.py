@@ -9,7 +9,7 @@ from typing import NamedTuple
 VERSION_0_LENGTH = 55  # characters of a traceparent of version 00; later versions may append to it
 #: version, trace id, id of the caller's span, flags
 _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
-MAX_STATE_BYTES = 512  # most bytes of a tracestate; the standard lets longer ones be left out
+MAX_STATE_BYTES = 512  # most bytes of a tracestate that is kept; the standard allows dropping longer ones
 SAMPLED = 1  # flag of a traceparent whose trace is kept
 
 

@@ -69,12 +69,12 @@ return function(make_queue, queue2_key, now_us, ticket_ms)
     local found = redis.call("ZSCORE", key, member)
     return key == lengths_key and member == flow and (tonumber(found) or 0) + 1 or found
   end
-  -- shared/tickets asks for all tickets before those of a flow, or for those of a flow.
+  -- shared/tickets counts all tickets that precede a flow's tickets, or the tickets of a flow.
   function commands.ZLEXCOUNT(key, least, most)
     local among = flow and (least == "-" and is_before(flow, sub(most, 2)) or sub(least, 2) == flow)
     return redis.call("ZLEXCOUNT", key, least, most) + (among and 1 or 0)
   end
-  -- shared/tickets asks for the first ticket of a flow.
+  -- shared/tickets reads the first ticket of a flow.
   function commands.ZRANGEBYLEX(key, least, ...)
     local found = redis.call("ZRANGEBYLEX", key, least, ...)
     if sub(least, 2) == flow and (not found[1] or is_before(guest, found[1])) then found[1] = guest end

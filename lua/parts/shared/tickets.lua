@@ -237,7 +237,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     local records = ids[1] and call("HMGET", tickets_key, unpack(ids))
     return { at = k, beyond = k + PAGE_TICKETS, ids = ids, records = records }
   end
-  -- Return the rank of a ticket in a flow, counted from 0; nil if it is not there.
+  -- Return the rank of a ticket in a flow, counted from 0; nil if the flow has no such ticket.
   function queue.rank_in(flow, id)
     local ticket = queue.find(id)
     local rank = ticket and flow_of(ticket) == flow and call("ZRANK", queue2_key, member_of(id, ticket))

@@ -257,8 +257,8 @@ local function put_back(order, head, score, flow)
 end
 
 -- Return the position at which to go on in a line of `length` whose first k tickets or flows were looked at in vain: a
--- position that moves with the clock, so that all are looked at in time; with `rank`, the one by which the item of this
--- rank is the last of the `most` next ones.
+-- position that moves with the clock, so that all are looked at in time; with `rank`, such that its item is
+-- the last of the next `most` ones.
 local function further(length, k, most, rank, now_ms)
   if rank then return max(k, rank + 1 - most) end
   local part = floor(math.ceil((length - k) / most) * (now_ms * GOLDEN_RATIO % 1))

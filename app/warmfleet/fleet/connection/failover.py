@@ -49,8 +49,8 @@ class Locator:
     async def discover_master(self, tag: str, max_age_s: float = ASK_AGAIN_SECONDS) -> HostPort:
         """Find the master's address for keys with this hash tag, by an answer not older than ``max_age_s``.
 
-        Each silent node delays it by twice ``node_timeout_s``. While no node names a master, the one that was named
-        last stays valid. Raises ConnectionError if none was ever named.
+        Each silent node delays the result by twice ``node_timeout_s``. While no node names a master, the master that
+        was named last stays valid. Raises ConnectionError if none was ever named.
         """
         async with self._asking:
             now, known = time.monotonic(), self._masters.get(tag)

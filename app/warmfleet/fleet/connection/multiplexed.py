@@ -99,7 +99,7 @@ class Channel(asyncio.Protocol):
         self._taken: TakenOver | None = None
 
     def use(self, taken: TakenOver) -> None:
-        """Write on this connection from now on."""
+        """Use this opened connection from now on."""
         self._taken, self._transport = taken, taken.transport
 
     @property

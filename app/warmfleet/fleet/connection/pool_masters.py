@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-TAGS_TRIED = 1_000  # most tags tried: they fall on masters at random, so nearly always one falls on the wanted one
+TAGS_TRIED = 1_000  # most tags tried: their slots are random, so one of them is nearly always on a wanted master
 
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """A master that has several busy pools. tags: of those pools, by name."""
+    """A master that has several busy pools. tags: the tags of these pools, sorted."""
 
     master: HostPort
     tags: tuple[str, ...]
@@ -49,7 +49,7 @@ def by_master(tags: Iterable[str], ranges: Sequence[SlotRange]) -> dict[HostPort
 
 
 def crowded(busy: Iterable[str], ranges: Sequence[SlotRange]) -> tuple[Crowded, ...]:
-    """Return the masters with several busy pools while another master has none; nothing if each has one.
+    """Return the masters with several busy pools; () if every master has a busy pool.
 
     busy: the tags of all pools with workers, of every served model.
     """
@@ -62,8 +62,8 @@ def crowded(busy: Iterable[str], ranges: Sequence[SlotRange]) -> tuple[Crowded, 
 def next_tag(name: str, existing: Collection[str], ranges: Sequence[SlotRange], others: Iterable[str] = ()) -> str:
     """Return a tag ``name#N`` for a new pool of a served model, on a master that has the fewest pools.
 
-    N is larger than that of every existing pool, so that no removed pool's keys come to life again. existing: the tags
-    of the model's pools; others: those of other models. ranges: empty without a Cluster; N is then the next number.
+    N is larger than in every existing tag, so that keys of a removed pool are not used again. existing: the tags of
+    the model's pools; others: tags of other models' pools. ranges: empty without a Cluster; N is then the next number.
     """
     numbers = (re.fullmatch(r"#(\d{1,9})", tag[len(name) :]) for tag in existing if tag.startswith(name))
     first = 1 + max((int(found[1]) for found in numbers if found), default=0)

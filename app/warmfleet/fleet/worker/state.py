@@ -43,7 +43,7 @@ class WorkerState(StrEnum):
     JOINING = "joining"  # its engine core is heard, but its API server has sent nothing yet, or nothing for a TTL
     HOSTILE = "hostile"  # its stream broke the rules: it must join anew
     MISNAMED = "misnamed"  # the worker does not serve its pool's name, so requests for that name would fail
-    DRAINING = "draining"  # the operator lets it finish what it has
+    DRAINING = "draining"  # the operator drains it: it finishes its requests and gets no new ones
     PAUSED = "paused"  # somebody paused its engine or put it to sleep
     EJECTED = "ejected"  # the worker failed requests that others served: it gets none for a while, then a trial
     UNHEARD = "unheard"  # no heartbeat, but its engine answers: it takes requests, and its last known blocks count

@@ -46,7 +46,7 @@ class Race:
         self._tasks: dict[Attempt, asyncio.Task[Outcome]] = {}
 
     def run(self, attempt: Attempt, work: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
-        """Let an attempt take part."""
+        """Start an attempt that takes part in the race; return its task."""
         attempt.on_first_byte = self._first_byte
         task = self._tasks[attempt] = asyncio.create_task(work)
         return task
