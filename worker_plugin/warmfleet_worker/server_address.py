@@ -86,9 +86,9 @@ class Bound:
 
 
 def healthy(bound: Bound) -> bool:
-    """Return True if the API server there answers ``GET /health`` with 200, so it and its engine are well.
+    """Return True if the API server at ``bound`` answers ``GET /health`` with 200: it and its engine are healthy.
 
-    A server that wants a certificate of its clients cannot be asked, so it is enough that it listens.
+    A server that demands client certificates cannot be asked; of such a server it is enough that it listens.
     """
     try:
         with bound.connect() as connection:

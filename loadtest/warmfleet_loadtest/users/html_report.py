@@ -1,4 +1,4 @@
-"""The report of a load test: a page with figures, and plots with marks where a process came or went."""
+"""The report of a load test: a page with figures, and plots that mark when a process was added or taken away."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]
 
     def over(names: dict[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-        """Return a line per fleet and figure. names: of the figures, with their words in the legend."""
+        """Return a line per fleet and figure. names: of the figures, each with its text for the legend."""
         return {
             f"{fleet}{label}": ([at for at, _ in found[name]], [value for _, value in found[name]])
             for fleet, found in lines.items()

@@ -56,9 +56,10 @@ _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """An operator's words about an engine. Empty or 0: asked from the engine itself.
+    """The options that an operator gives for an engine. Empty or 0: the engine itself is asked.
 
-    sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
+    endpoint, replay: of its first rank. block_tokens: tokens in a block of its events. group: the KV cache group to
+    follow.
     """
 
     url: str

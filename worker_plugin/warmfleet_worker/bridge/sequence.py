@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-REMEMBERED = 16_384  # number of batches by whose bytes repeats are told from batches of a restarted engine
-TRIES = 3  # number of replays in a row without the batch behind the last one, until it counts as lost
+REMEMBERED = 16_384  # number of latest batches remembered, to tell a repeated batch from one of a restarted engine
+TRIES = 3  # number of replays in a row that lack the next batch, after which that batch counts as lost
 
 
 class ReplayError(Exception):
-    """The engine has no replay endpoint, or it does not answer."""
+    """The engine has no replay endpoint, or the endpoint does not answer."""
 
 
 class Listener(Protocol):
@@ -103,7 +103,7 @@ class Sequence:
     def _continues(self, number: int, payload: bytes) -> bool:
         """Tell whether the first batch of a replay may come from the process that sent the last applied batch.
 
-        It may also if the engine has forgotten that batch: then batches are lost, whichever process sent the replay.
+        It may also if the replay begins after that batch: then batches are lost, whichever process sent the replay.
         """
         return number > self.last or (number == self.last and self._known.get(number) == hash(payload))
 

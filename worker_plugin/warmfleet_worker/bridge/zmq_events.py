@@ -13,7 +13,7 @@ from warmfleet_worker.bridge.sequence import ReplayError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HIGH_WATER = 100_000  # most batches that wait here; an engine holds as many for a slow subscriber
+HIGH_WATER = 100_000  # most batches that wait in a socket; an engine queues as many for a slow subscriber
 REPLAY_SILENCE_SECONDS = 3.0  # longest silence in a replay; an engine looks for requests every 0.1 s
 REPLAY_SECONDS = 60.0  # longest time for a whole replay
 END = (-1).to_bytes(8, "big", signed=True)

@@ -53,8 +53,8 @@ class Finished:
 class TailEviction:
     """Chooses the blocks that an engine gives up first. Every method runs on the engine's thread, and none waits.
 
-    Blocks have numbers; a number may get new content, and then it has another hash. Its memory is bounded by the
-    engine's blocks and by the constants of the parts. tagged, given_up: blocks, since the start.
+    Blocks have numbers; a block may get new content, and then has another hash. The memory used is bounded by the
+    engine's blocks and by the constants of the parts. tagged, given_up: numbers of blocks since the start.
     """
 
     def __init__(self, block_tokens: int, objective: Objective, account: LruAccount | None = None) -> None:

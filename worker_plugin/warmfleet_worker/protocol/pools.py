@@ -1,12 +1,12 @@
 """The pools of a served model, and where its servers are: two hashes in Redis, which routers and workers share.
 
 A served model ``llama`` has one pool ``llama``, or several: ``llama``, ``llama#1``, ``llama#2``. Each pool has all keys
-of a fleet for itself. The two hashes here are the only keys that belong to the served model as a whole, and have its
-name without ``#`` in their braces:
+of a fleet for itself. The two hashes here are the only keys that belong to the served model as a whole; the tag in
+their braces is the model's name without ``#``:
 
-- ``pools``, the registry: a pool's tag -> its state. ``warmfleet pools`` writes it; if Redis has lost it,
-  routers write it back as they read it last. Without it the model has the pools that each router's WARMFLEET_MODELS
-  names.
+- ``pools``, the registry: a pool's tag -> its state. ``warmfleet pools`` writes the registry; if Redis has lost it,
+  routers write back what they last read. Without a registry the model has the pools that each router's
+  WARMFLEET_MODELS names.
 - ``placement``: a server's name -> its pool and its capacity. Each server writes its own field.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SERVING, DRAINING = "serving", "draining"
-MAX_POOLS = 256  # most pools of one served model, because every replica has a round of upkeep for each
-KEPT_MS = 24 * 3_600_000  # time away after which a server's entry in ``placement`` is removed
+MAX_POOLS = 256  # most pools of one served model, because every router replica runs a round of upkeep for each
+KEPT_MS = 24 * 3_600_000  # age of ``seen_ms`` at which a server's entry in ``placement`` is removed
 
 
 def served_model(tag: str) -> str:
@@ -37,7 +37,7 @@ class PoolEntry:
     """A pool in the registry. since_ms: when it got its state.
 
     draining: the pool gets no new server, and no new request unless no other pool can serve it. moving: its servers
-    move to other pools now, some at a time, while the others serve; else they go when they are started again.
+    move to other pools now, some at a time, while the others serve; otherwise each moves when it is restarted.
     """
 
     tag: str
@@ -73,7 +73,7 @@ def read_registry(name: str, fields: Mapping[bytes, bytes]) -> tuple[PoolEntry, 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a server is. seen_ms: when one of its halves wrote this last. blocks: the capacity of each rank.
+    """Where a server is. seen_ms: when one of its processes last wrote this. blocks: the capacity of each rank.
 
     moved_ms: when it last went to another pool while it ran; 0: never. pinned: its WARMFLEET_MODEL names the pool.
     """
@@ -87,7 +87,7 @@ class Placement:
 
     @property
     def capacity_blocks(self) -> int:
-        """The capacity of all its ranks; 0 while none has told."""
+        """The capacity of all its ranks; 0 while none has reported its own."""
         return sum(self.blocks.values())
 
     def encode(self) -> str:

@@ -29,8 +29,8 @@ MAX_NODES = 16
 CLUSTER_SLOTS = 16_384
 DEFAULT_PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
 FILE_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-ASK_AGAIN_SECONDS = 0.05  # time for which an answer is reused, so that a lost master costs one question in all
-LOOK_SECONDS = 1.0  # time between questions while all is well, as after a planned failover the old master answers
+ASK_AGAIN_SECONDS = 0.05  # time for which an answer is reused: connections that break together ask once
+LOOK_SECONDS = 1.0  # time between questions while all is well: after a planned failover the old master still answers
 _NODE = re.compile(r"(\[[^\]@/]+\]|[^:\[\]/@\s]+)(?::(\d{1,5}))?\Z")
 
 
@@ -109,7 +109,7 @@ def parse(url: str) -> RedisAddress:
     """Read a Redis URL. Certificate files that it names must exist. Raises RedisAddressError."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # its text may have the password in it
+    except ValueError:  # the error's text may contain the password
         raise RedisAddressError(
             "the Redis URL cannot be read (% : / @ ? # [ ] and letters beyond ASCII are written as %XX in a password)"
         ) from None
@@ -147,7 +147,7 @@ def parse(url: str) -> RedisAddress:
 def with_ca(url: str, ca_file: str) -> str:
     """Add to ``url`` the ``ca_file`` (PEM) of the authority that must have signed Redis' certificate; "" adds nothing.
 
-    An ``ssl_ca_certs`` in the URL wins. Raises RedisAddressError for a URL without TLS, for data would go unencrypted.
+    An ``ssl_ca_certs`` in the URL is kept. Raises RedisAddressError for a URL without TLS: its data go unencrypted.
     """
     if not ca_file:
         return url

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 HASH_BYTES = 8  # length of a block hash, which is the last bytes of vLLM's digest
-BATCH_BLOCKS = 128  # most block hashes in one entry, which a call of apply adds to a cold Redis in 0.3-0.45 ms
+BATCH_BLOCKS = 128  # most block hashes in one entry; the script ``apply`` adds so many to a cold Redis in 0.3-0.45 ms
 PROGRESS_PER_ENTRY = 64  # most finished prefills in one entry
 FLUSH_SECONDS = 0.1  # time between two batches of block changes
 PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
@@ -35,7 +35,7 @@ RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
 #: Stands before the client's part of an engine's request id if the client has said that its conversation ends with this
 #: request. No other client's part begins so, because routers take this character out of the ids of clients.
 ENDED_MARK = "~"
-CLIENT_TAG_LENGTH = 11  # number of characters behind these 22 that stand for the client, if the client has limits
+CLIENT_TAG_LENGTH = 11  # number of characters after the 22 that stand for the client, if the client has limits
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
@@ -70,7 +70,7 @@ def model_tag(model: str) -> str:
 
 
 def tag_of(served_name: str) -> str:
-    """Turn a served name into a model tag: characters that no tag has become hyphens (lua/parts/shared/misnamed)."""
+    """Turn a served name into a model tag, with hyphens for forbidden characters (lua/parts/shared/misnamed)."""
     return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
@@ -200,7 +200,7 @@ class Heartbeat:
     step_us: int = 0
 
     def encode(self) -> str:
-        """Return a list of numbers. A last 1 means that the engine is paused; two more, whether it is, and step_us."""
+        """Return a JSON list: the numbers, the digest if any, and then (paused, step_us) if measured or 1 if paused."""
         numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
         numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
         numbers += self.digest.as_list() if self.digest else []
@@ -225,7 +225,7 @@ def conversation_ended(request_id: str) -> bool:
 # ---------------------------------------------------------------- schemes and block hashes
 
 
-#: Words that replace the algorithm where prompts cannot be matched with an engine's blocks, so that load alone decides.
+#: Values in place of an algorithm if no prompt can be matched with an engine's blocks, so that load alone decides.
 NO_CACHE, NO_PREFIXES = "none", "no_prefixes"
 UNMATCHED = {
     NO_CACHE: "its prefix caching is off",
@@ -245,9 +245,9 @@ class Scheme:
     said. An engine whose KV cache groups have blocks of several sizes hashes in smaller steps than its blocks: the hash
     of a block is that of its last step.
 
-    A new field is needed in ``as_dict`` and ``from_dict``; in ``scheme_of`` of the plugin's ``vllm_hooks/engine_core``,
-    which announces it; in ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
-    keep known fields only; and in the router's ``prompt/block_hashes``, which computes with it.
+    A new field must also be added to ``as_dict`` and ``from_dict``; to ``scheme_of`` of the plugin's
+    ``vllm_hooks/engine_core``, which announces it; to ``lua/parts/apply_control/worker_join.lua`` and the router's
+    ``fleet/worker/records``, which keep known fields only; and to the router's ``prompt/block_hashes``, which uses it.
     """
 
     algorithm: str
@@ -266,7 +266,7 @@ class Scheme:
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields; ``hash_block_tokens`` only if it differs: without it older routers compute the same id."""
+        """Return the fields; ``hash_block_tokens`` only if it differs from ``block_tokens``: older routers lack it."""
         announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),

@@ -29,7 +29,7 @@ from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The modules that call ``init_app_state`` by their own name for it: since vLLM 0.29, in 0.28, and in 0.28 started with
+#: The modules that have imported ``init_app_state`` and call it: since vLLM 0.29, in 0.28, and in 0.28 started with
 #: ``python -m``.
 SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
 
@@ -40,7 +40,7 @@ ROUTERS_PRIORITY_HEADER = "x-vllm-priority"
 def hook_api_server(redis_url: str) -> None:
     """Announce this process's API server, if it is one, when its state has been made."""
     if missing(Part.BLOCKS):
-        return  # the engine core says so; a server whose cores report nothing gets no requests
+        return  # the engine core logs it; a server whose cores report nothing gets no requests
     for module in loaded_server_modules():
         if not first_time(module):
             continue
@@ -75,7 +75,7 @@ def loaded_server_modules() -> Iterator[Any]:
 def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher | None:
     """Start the publisher of this API server. Of several API server processes of one server only the first has one.
 
-    Returns None without a publisher, for example where this vLLM differs, which the log then says.
+    Returns None without a publisher, for example if this vLLM lacks an internal, which is then logged.
     """
     differs = missing(Part.SERVER) or missing_state(state)
     if differs:
@@ -208,7 +208,7 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
 
 
 def takes_priority(vllm_config: Any) -> bool:
-    """Tell whether the scheduler goes by priorities, and this vLLM reads them from a header."""
+    """Tell whether the scheduler goes by priorities, and this vLLM reads them from the header that routers send."""
     if getattr(vllm_config.scheduler_config, "policy", "fcfs") != "priority":
         return False
     try:
@@ -241,7 +241,7 @@ async def find_disabled_thinking_effort(state: Any) -> None:
 def token_handoff(state: Any, model_config: Any) -> list[str]:
     """List the kinds of request (``completions``, ``chat``) that may carry token ids, not text, with equal answers.
 
-    Completions have always taken token ids, chats take them at least since vLLM 0.28. The code asks this vLLM itself.
+    Completions have always taken token ids, chats at least since vLLM 0.28. The code tries both with this vLLM.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.renderers import hf
