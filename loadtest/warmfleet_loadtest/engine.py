@@ -79,7 +79,7 @@ class EngineConfig:
         return made
 
     def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
-        speed = round(1 / self.costs.prefill_token_s)  # a real engine would have measured it
+        speed = round(1 / self.costs.prefill_token_s)  # the plugin measures this speed on a real engine
         eviction = eviction_of(self.ttft_target, lambda: speed, self.limits.block_tokens, self.blocks)
         return TailPool(self.blocks, eviction, listener, clock)
 
@@ -170,7 +170,7 @@ async def serve(args: argparse.Namespace) -> None:
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
                 source = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
-                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the simulator's
+                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the demo's tokenizer
                 print(f"engine {index} is bridged by: warmfleet bridge --redis URL {options}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         if args.chooser:

@@ -124,7 +124,7 @@ def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Even
     command += ["--html", str(options.out / f"locust-{stack.fleet}.html")]
     used = stack.cpu_s()
     locust = stack.spawn("client", "locust", command)
-    stack.wait("locust", lambda: _sent(target))  # its imports take seconds
+    stack.wait("locust", lambda: _sent(target))  # Locust's imports take seconds
     began = float(_read(target)["plan"]["began"])
     zero = time.monotonic() + began - time.time()
     live, marks = Live(stack.fleet, target, options.duration), []

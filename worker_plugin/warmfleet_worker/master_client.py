@@ -32,7 +32,7 @@ class Locator:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._answer: tuple[float, HostPort] | None = None  # (time until which it is reused, the master)
+        self._answer: tuple[float, HostPort] | None = None  # (reused until this time, the master)
 
     def discover_master(self, _service: str) -> HostPort:
         """Return the present master, or the last known one if no node answers.

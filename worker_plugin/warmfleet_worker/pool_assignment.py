@@ -185,7 +185,7 @@ def _choose(
             try:
                 pipe.execute()
             except WatchError:
-                time.sleep(random.uniform(0.001, 0.02))  # in the publisher's thread
+                time.sleep(random.uniform(0.001, 0.02))  # only the publisher's thread sleeps
                 continue
             return pool
     raise AssertionError("the last try watches nothing")

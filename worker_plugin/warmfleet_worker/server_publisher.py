@@ -66,7 +66,7 @@ class ServerPublisher:
         self.joined = False
         self._joined_at = self._used_at = 0.0
         self._files: list[str] = []  # the keys of the chunks of all artifacts
-        self._manifest: dict[str, Any] = {}  # of the artifacts
+        self._manifest: dict[str, Any] = {}  # of the artifacts, for the join
         self._adapters: dict[str, str] = {}
 
     def _open(self, tag: str) -> None:

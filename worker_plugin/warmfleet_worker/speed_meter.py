@@ -14,7 +14,7 @@ LEAST_STEPS, STEPS = 8, 32  # least number, and most (the latest), of such steps
 class SpeedMeter:
     """Prefill tokens per busy second, over the steps that are mostly prefill.
 
-    A step lasts from its schedule to its result. Where steps overlap it begins at the result of the step before.
+    A step lasts from its schedule to its result. Of overlapping steps the later begins at the result of the earlier.
     """
 
     def __init__(self) -> None:

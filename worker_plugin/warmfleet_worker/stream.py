@@ -99,7 +99,7 @@ class Entry:
 class StreamWriter:
     """Writes the stream ``key``, from one thread only. ``nonce`` names the present incarnation of the writer.
 
-    hello: the key of the stream that tells routers of new streams, and the name that it gives this stream.
+    hello: the key of the stream that tells routers of new streams, and the name of this stream in its entries.
     """
 
     def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
@@ -129,7 +129,7 @@ class StreamWriter:
         return getattr(self.client.connection_pool, "master_address", None)  # a single server has no such attribute
 
     def join(self, data: str) -> None:
-        """Begin a new incarnation. Raises RedisError when Redis is away or refuses; then call it again."""
+        """Begin a new incarnation. Raises RedisError if Redis is away or refuses; then call ``join`` again."""
         nonce, number = secrets.token_hex(8), self.number + 1
         pipeline = self.client.pipeline(transaction=False)
         fields = wire.entry(nonce, number, "join", data)

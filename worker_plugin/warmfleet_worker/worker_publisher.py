@@ -78,7 +78,7 @@ class WorkerPublisher:
         self._snapshot: Snapshot | None = None
         self._drained: deque[Run] = deque()  # changes taken off the queue, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
-        self._loss_noticed_at: float | None = None  # lost events, hence a wrong index, since then
+        self._loss_noticed_at: float | None = None  # when events were lost: the index is wrong since
         self._joined_at = 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
@@ -131,7 +131,7 @@ class WorkerPublisher:
 
     def _run(self) -> None:
         while self._state.stopped is None:
-            leaving = self._stopping.is_set()  # before the step, which then says goodbye
+            leaving = self._stopping.is_set()  # read before the step: if set, that step says goodbye
             try:
                 self.step(time.monotonic())
             except StreamGone:
@@ -253,7 +253,7 @@ class WorkerPublisher:
         self._stream.put(run.operation, run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
-        """After lost events leave a gap in the numbers, so that the fleet asks for a snapshot, or send one in time."""
+        """After lost events leave a gap in the numbers, so that the fleet asks for a snapshot; at last send one."""
         lost = self._stream.lost_entries
         if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
             logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)

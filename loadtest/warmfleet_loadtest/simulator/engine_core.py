@@ -24,7 +24,7 @@ MAX_CATCH_UP = 0.25  # longest delay in seconds that later steps catch up
 
 
 class EngineCore:
-    """Runs until it is cancelled.
+    """Runs the steps of one scheduler until it is cancelled.
 
     progress: called with every request whose prefill is done. stepped: called whenever the cache may have changed.
     busy_s: seconds spent in steps. step_ends: when the step under way will end, or else the last step ended (by the

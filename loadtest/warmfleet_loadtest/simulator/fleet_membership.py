@@ -33,7 +33,7 @@ class Membership:
 
 
 class Halves:
-    """The publishers of both halves of one worker: the engine core's and the API server's."""
+    """The two publishers of one simulated engine: that of the engine core and that of the API server."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Request:
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
-    answer: Sequence[int]  # the tokens that it will have: at least max_tokens ids
+    answer: Sequence[int]  # token ids of the answer, fixed beforehand: at least max_tokens
     salt: str | None = None
     priority: int = 0
     skip_cache: bool = False
@@ -155,7 +155,7 @@ class Scheduler:
             self._end(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.max_tokens = request.output_tokens  # so that a step under way samples nothing for it
+        request.max_tokens = request.output_tokens  # so that a step under way samples nothing for this request
 
     @property
     def busy(self) -> bool:
@@ -180,7 +180,7 @@ class Scheduler:
         """End a step: sample one token for each request that has all its known tokens computed."""
         outputs = []
         for request, _tokens in step.tokens:
-            if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
+            if request.finished or request.computed < request.tokens:  # aborted, or its prompt is not fully computed
                 continue
             index = request.output_tokens
             request.output_tokens += 1

@@ -48,8 +48,8 @@ class Answered:
 class Router(Protocol):
     """The router under test. Its methods are called in order of time, with virtual seconds.
 
-    choose: the engine's number, or None for a request that the router keeps back: it calls ``VirtualFleet.send`` or
-    ``refuse`` later.
+    choose: returns the engine's number, or None if the router keeps the request back and will call
+    ``VirtualFleet.send`` or ``refuse`` later.
     """
 
     async def choose(self, request: Request, arrival: Arrival, now: float) -> int | None: ...

@@ -47,7 +47,7 @@ class Arrivals:
         source = random.Random(f"{self.seed} {self.shape} arrivals")
         gap = 1 / self.rate
         if self.shape == "constant":
-            at = gap * source.random()  # several sources do not arrive at the same moment
+            at = gap * source.random()  # so that several sources do not send at the same moments
             while at < self.seconds:
                 yield at
                 at += gap

@@ -48,7 +48,7 @@ def save_report(folder: Path, runs: Sequence[FleetRun]) -> Path:
     for name, figure in plots.items():
         save_figure(figure, folder / f"{name}.svg")
     texts = [(folder / f"{name}.svg").read_text() for name in plots]
-    drawn = [svg[svg.index("<svg") :] for svg in texts]  # without the lines before a whole document
+    drawn = [svg[svg.index("<svg") :] for svg in texts]  # without the XML declaration, so that a page can hold it
     page = folder / "report.html"
     page.write_text(
         _PAGE.format(plan=escape(plan_text(runs[0])), fleets="\n".join(map(_section, runs)), plots="\n".join(drawn))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ALL = "all"
 BUSY_SHARE = 0.8  # most CPU time of a load generator, as a share of a core; a busier one measures its own delay
-LATE_SHARE = 0.05  # most time by which it sends requests late (p99), as a share of the mean TTFT
+LATE_SHARE = 0.05  # most lateness of a generator's requests (p99), as a share of the mean TTFT
 
 
 def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:

@@ -88,7 +88,7 @@ class Conductor:
         environment.conductor = self
         environment.warmfleet = Run(self.plan())
         if options.trace:
-            open_trace(options.trace, options.rows or None)  # a source that could not read it would never end
+            open_trace(options.trace, options.rows or None)  # a source that cannot read the trace would never end
         events = environment.events
         events.test_start.add_listener(self._begin)
         gevent.spawn(self._watch)

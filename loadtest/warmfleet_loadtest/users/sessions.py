@@ -48,7 +48,7 @@ class Session:
         self.messages = self.opening(shared)
 
     def opening(self, shared: str) -> list[dict[str, str]]:
-        """Return the messages that stand before the user's first own words."""
+        """Return the messages before the user's first question."""
         raise NotImplementedError
 
     def question(self) -> str:
@@ -105,7 +105,7 @@ class Agent(Session):
     kind = "agent"
     share = 2
     turns = (6, 16)
-    think_s = 0.5  # for the tool to answer
+    think_s = 0.5  # mean seconds that a tool takes
     words = (10, 160)
     answer_tokens = 32
     roles: ClassVar[int] = 3
@@ -169,5 +169,5 @@ def shared_prose(shared: str, name: str, number: int, words: int) -> str:
 
 
 def prose(source: random.Random, words: int) -> str:
-    """Make a text of as many words as ``words`` says."""
+    """Make a text of ``words`` words."""
     return " ".join(f"{source.choice(_WORDS)}{source.randrange(100)}" for _ in range(words))

@@ -209,7 +209,7 @@ class BlockTable:
         if not self._in_doubt:
             return
         chain, at = [], self._blocks.get(key)
-        for _ in range(len(self._blocks)):  # bounded, whatever parents an engine names
+        for _ in range(len(self._blocks)):  # bounded, in case an engine names parents in a circle
             if at is None:
                 break
             if not at.copies:

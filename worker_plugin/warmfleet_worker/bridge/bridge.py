@@ -70,6 +70,6 @@ class Bridge:
             self._context.destroy(linger=0)
 
     def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Load a tokenizer, in seconds, once for all engines of its model; other models do not wait for it."""
+        """Load a tokenizer (takes seconds) once for all engines of its model; other models do not wait meanwhile."""
         with self._loading.setdefault((name, chat_template), threading.Lock()):
             return self._tokenizers(name, chat_template)

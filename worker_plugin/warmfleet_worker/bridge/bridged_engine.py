@@ -118,7 +118,7 @@ class BridgedEngine:
         self._end(leave=self._leaves)
 
     def _failed(self, error: Exception) -> None:
-        """Let an engine that is gone leave the fleet; an engine that only gives no answer gets some time."""
+        """Let an engine that is gone leave the fleet; one that only gives no answer leaves after FAILURES checks."""
         if not self.ranks:
             self._say(f"not usable: {error}")
             return
@@ -126,7 +126,7 @@ class BridgedEngine:
             self._unresolved += 1
             if self._unresolved >= FAILURES:
                 self._say(f"not reachable from the bridge: {error}")
-                self._reading = replace(self._reading, work=0)  # unknown, or it would seem to stand still
+                self._reading = replace(self._reading, work=0)  # unknown: unchanged work looks like a standstill
             return
         self._failures += 1
         gone = isinstance(error, EngineDown) and error.gone

@@ -133,7 +133,7 @@ class EngineApi:
         }
 
     def sources(self) -> dict[int, EventSource]:
-        """Ask where each rank publishes its events; empty if the engine does not tell (vLLM since 0.31, SGLang do)."""
+        """Ask where each rank publishes its events; empty if the engine does not say, such as vLLM before 0.31."""
         found = self._find("/kv_event_sources")
         if found:
             return {int(rank): self._source(config, 0) for rank, config in found.items() if isinstance(config, dict)}
@@ -227,7 +227,7 @@ class EngineApi:
         return body
 
 
-#: Counters without their prefix, of which at least one grows with every step of an engine that works.
+#: Names (without ``vllm:`` or ``sglang:``) of counters, of which at least one grows with every step of an engine.
 WORK = frozenset({"iteration_tokens_total_count", "generation_tokens_total", "prompt_tokens_total"})
 
 

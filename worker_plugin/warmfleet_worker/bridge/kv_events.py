@@ -33,7 +33,7 @@ class Stored:
     """Blocks that follow ``parent`` (None: they begin a prompt) have come into the cache.
 
     extra_keys: by block, what entered its hash besides tokens: the adapter's name, media, the salt, embeddings.
-    salt: of the request, where the engine tells it apart from other keys (SGLang).
+    salt: the request's cache salt, if the event has it in a field of its own (SGLang).
     """
 
     keys: tuple[BlockKey, ...]

@@ -240,7 +240,7 @@ def _check_words(engine: EngineOptions) -> None:
 
 
 def server_id_of(url: str) -> str:
-    """Make an engine's default name: its host and port, and a digest of its URL if that is long or has a path."""
+    """Make an engine's default name: host and port, with a digest of the URL if it has a path or the name is long."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

@@ -29,7 +29,7 @@ logger = logging.getLogger("warmfleet")
 
 VERIFY_SECONDS = 5.0  # time between two replays; for each the engine looks through all batches that it keeps
 LONGEST_VERIFY_SECONDS = 60.0  # longest such time if replays fail, as each failed one delays live batches by 3 s
-BATCHES_AT_ONCE = 256  # most batches between two looks at the clock
+BATCHES_AT_ONCE = 256  # most batches applied between two checks whether a replay is due
 WAIT_SECONDS = 0.2
 REPORT_SECONDS = 60.0  # time between two log lines about blocks that were left out
 STOP_SECONDS = 3.0
@@ -53,7 +53,7 @@ class EngineSide:
     """The part of its engine that a rank needs. group: the KV cache group whose blocks are reported.
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
-    rank's thread when another process publishes than before. host: of the engine, by its URL.
+    rank's thread when another process than before sends the events. host: of the engine's URL.
     """
 
     group: int

@@ -21,7 +21,7 @@ RECONNECT_MS = 100, 2_000  # first and longest pause between tries to connect
 
 
 class EventSockets:
-    """Used by one thread. endpoint, replay_endpoint: such as ``tcp://host:5557``; without the second no replay."""
+    """The sockets, for one thread. endpoint, replay_endpoint (None: no replay): such as ``tcp://host:5557``."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, replay_endpoint: str | None) -> None:
         self._context = context

@@ -29,7 +29,7 @@ class ShadowLru:
         self._held: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Count the leading blocks of a chain that are held; guess half-way where not every block is followed."""
+        """Count the leading blocks of a chain that are held; with a sample of the blocks take a middle estimate."""
         held, mask = self._held, self._one_in - 1
         if not mask:
             return next((index for index, block_hash in enumerate(hashes) if block_hash not in held), len(hashes))
@@ -58,7 +58,7 @@ class LruAccount:
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._shadow = ShadowLru(blocks)
-        self._lost = self._lru = 0.0  # tokens: uncached beyond those of plain LRU, uncached under plain LRU
+        self._lost = self._lru = 0.0  # sums of uncached tokens: T-LRU's beyond plain LRU's, plain LRU's
         self.losing = False
 
     def first_token(self, hashes: Sequence[bytes], prompt_tokens: int, uncached_tokens: int) -> None:

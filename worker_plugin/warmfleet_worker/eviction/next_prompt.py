@@ -1,8 +1,8 @@
 """Learns how much longer a conversation's next prompt is than the conversation so far, and how late that prompt comes.
 
-A request continues a conversation if its prompt begins with the whole prompt of an earlier request. The hash of the
-earlier prompt's last block finds it, so an answer that comes back changed does not matter (a chat template may drop
-its reasoning).
+A request continues a conversation if its prompt begins with the whole prompt of an earlier request. The earlier request
+is found by the hash of its prompt's last block, so it does not matter if its answer comes back changed (a chat template
+may drop the answer's reasoning).
 """
 
 from __future__ import annotations

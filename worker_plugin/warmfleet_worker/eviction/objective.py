@@ -1,7 +1,7 @@
 """The objective of T-LRU: how many tokens a request may compute before its first token is late.
 
 T-LRU calls this number ξ. A conversation whose next request computes fewer tokens than ξ gains nothing from a longer
-cached prefix, so blocks beyond that may be given up first.
+cached prefix, so the last blocks of that prefix may be given up first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
-TAIL = 0.9  # the quantile that the adaptive objective follows
+TAIL = 0.9  # quantile of the requests' uncached tokens that the adaptive objective follows
 TAIL_SHARE = 0.6  # ξ / that quantile; a larger share shortens the P95 TTFT, lengthens the P90 (decisions/037)
 MEMORY_REQUESTS = 256  # number of latest requests from which the quantile is taken
 EVERY_REQUESTS = 16  # number of requests after which ξ is computed anew; before the first 16 ξ is None

@@ -70,7 +70,7 @@ class TailEviction:
 
     @property
     def compares(self) -> bool:
-        """Tell whether ``first_token`` needs the hashes, which cost as much for a long prompt as all its other work."""
+        """Tell whether ``first_token`` needs the hashes; to collect those of a long prompt doubles its cost."""
         return self._account is not None
 
     def first_token(self, served: Served, hashes: Sequence[bytes]) -> None:
@@ -110,7 +110,7 @@ class TailEviction:
         return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))
 
     def is_silent(self, number: int, now: float) -> bool:
-        """Tell whether this free block's conversation has probably ended: then it may go before tagged blocks."""
+        """Tell whether this free block's conversation has probably ended: then it is evicted before tagged ones."""
         gap = self.next_prompt.gap_s
         return gap is not None and now - self._used_at.get(number, now) > SILENT_GAPS * gap
 
@@ -127,7 +127,7 @@ class TailEviction:
 def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
     """Make T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
 
-    A target in seconds is kept at any price, but the adaptive objective is stopped while it costs more than it brings.
+    For a target in seconds T-LRU always runs; for the adaptive objective it stops while it does worse than plain LRU.
     """
     objective = objective_of(target, speed_tps)
     account = LruAccount(blocks, block_tokens) if isinstance(objective, AdaptiveObjective) else None

@@ -237,7 +237,7 @@ DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16
 
 @dataclass(frozen=True)
 class Scheme:
-    """How an engine hashes blocks. A router that has it computes the same block hashes.
+    """How an engine hashes blocks. From the scheme a router computes the same block hashes.
 
     algorithm: a key of DIGEST_BYTES, or of UNMATCHED. none_hash: stands for the hash before a prompt's first block.
     block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since vLLM
@@ -262,7 +262,7 @@ class Scheme:
 
     @property
     def steps(self) -> int:
-        """The number of hashes of a chain in one block, whose own hash is the last of them."""
+        """The number of hashes that are computed per block; the last of them is the block's own."""
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:

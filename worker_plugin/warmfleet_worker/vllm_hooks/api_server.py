@@ -100,15 +100,15 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
     publisher = ServerPublisher(config, server_assignment(redis_url, config.model, config.server_id))
     publisher.start()
     leave_first(engine_client, publisher)
-    atexit.register(publisher.stop)  # a server that ends in another way
+    atexit.register(publisher.stop)  # for a server that ends without that shutdown
     return publisher
 
 
 def leave_first(engine_client: Any, publisher: ServerPublisher) -> None:
     """Say goodbye before the engine core is told to end.
 
-    On SIGTERM and SIGINT vLLM shuts its engine client down before anything else: without ``--shutdown-timeout`` that
-    kills the core, with it the core finishes its requests and refuses new ones. From the goodbye on routers send none.
+    On SIGTERM and SIGINT vLLM shuts its engine client down before anything else. Without ``--shutdown-timeout`` the
+    core is killed, else it finishes its requests and refuses new ones. After the goodbye routers send none.
     """
 
     def shutdown(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
 def renders(state: Any) -> dict[str, bool]:
     """Tell how this server makes a prompt of a chat.
 
-    jinja: by the chat template (some engines have a renderer of their own and never use the template).
+    jinja: it uses the chat template (some engines have a renderer of their own and never use the template).
     render, tokenize: the server has an API route that answers with the token ids of a chat. The route /tokenize is
     wrong for models with the harmony format, hence it is not offered for those.
     """
@@ -231,7 +231,7 @@ def merges_inline_system(renderer: Any) -> bool | None:
 async def find_disabled_thinking_effort(state: Any) -> None:
     """Let the server find out now what it tells its template when a client of /v1/messages switches thinking off.
 
-    The server keeps the answer, which it would look for at the first such request.
+    The server keeps the result, which it would otherwise compute at the first such request.
     """
     serving = getattr(state, "anthropic_serving_messages", None)
     if serving is not None and hasattr(serving, "_get_disabled_thinking_effort"):

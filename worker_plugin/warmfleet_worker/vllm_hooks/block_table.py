@@ -58,7 +58,7 @@ class WholeBlocks:
     """Tells entries of whole blocks of one KV cache group from the other entries of its pool.
 
     A pool that hashes in smaller steps than the group's blocks may also keep entries for parts of a block
-    (``cache_partial_block``), whose hashes no router computes. Keys do not show of what they are, but calls do.
+    (``cache_partial_block``), whose hashes no router computes. Keys do not show this, so the calls are watched.
     """
 
     def __init__(self, pool: Any, group: int, block_tokens: int) -> None:
@@ -135,7 +135,7 @@ def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
 
 
 def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Replacements:
-    """Do as ``_of_all`` for a map that also has entries of parts; those of whole blocks go into an own table."""
+    """Do as ``_of_all`` for a map that also has entries of parts; those of whole blocks get a table of their own."""
     table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
     reported: dict[bytes, None] = {}
     suffix, lock, note = whole.suffix, transitions.lock, transitions.note
@@ -165,7 +165,7 @@ def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Re
 def untrack(block_map: Any) -> tuple[Transitions, WholeBlocks | None] | None:
     """Undo ``track``, so that map and closures do not keep each other in memory.
 
-    Returns what it was tracked by, or None if it was not tracked.
+    Returns the arguments ``transitions`` and ``whole`` of ``track``, or None if the map was not tracked.
     """
     tracked: tuple[Transitions, WholeBlocks | None] | None = vars(block_map).pop("tracked", None)
     if tracked is not None:

@@ -78,7 +78,7 @@ def _class_to_hook() -> Any:
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
     except ImportError:
-        refuse(Part.BLOCKS, reason)  # in every process, as without a Scheduler no engine core can be told
+        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none shows that it is an engine core
         return None
     if not first_time(Scheduler):
         return None
@@ -191,7 +191,7 @@ class SchedulerReporter:
 
 
 def _lacks(part: Part) -> bool:
-    """Tell whether this vLLM lacks an internal of this part; then the log says so."""
+    """Tell whether this vLLM lacks an internal of this part; if so, log which."""
     reason = missing(part)
     if reason:
         refuse(part, reason)

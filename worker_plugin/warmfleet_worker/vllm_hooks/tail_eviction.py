@@ -32,7 +32,7 @@ LOG_SECONDS = 60.0  # time between two log lines about blocks that were given up
 def install(
     scheduler: Any, target: str | None, speed_tps: Callable[[], int], full_attention: bool = True
 ) -> TailEvictionHook | None:
-    """Let the scheduler's cache evict by T-LRU; returns None if ``target`` does not ask for it, or it cannot.
+    """Let the scheduler's cache evict by T-LRU; returns None if ``target`` asks for none, or T-LRU is not possible.
 
     target: the value of WARMFLEET_TTFT_TARGET_S. speed_tps: returns the measured prefill speed.
     full_attention: the model has a KV cache group that keeps whole prompts.

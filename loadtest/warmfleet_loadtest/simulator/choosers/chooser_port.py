@@ -59,7 +59,7 @@ class ChosenCore:
         core.put(request, self._sinks.pop(request))
 
     def abort(self, request: Request) -> None:
-        """Drop a request whose client has gone, wherever it is."""
+        """Drop a request whose client has gone, whether a core has the request or the chooser keeps it back."""
         self._sinks.pop(request, None)
         self._chooser.gone(request)
         if core := self._at.pop(request, None):

@@ -53,7 +53,7 @@ class Backlog:
         self._engine = engine
         self._left_s = max(0.0, engine.step_ends - now)
         self._tokens = 0
-        self._ahead: set[bytes] = set()  # blocks that the engine will have computed before
+        self._ahead: set[bytes] = set()  # blocks of the requests that the engine computes before
         scheduler, costs = engine.scheduler, engine.costs
         decoding = [request.tokens for request in scheduler.running if request.output_tokens]
         self._step_s = costs.seconds(StepWork(decode_requests=len(decoding), decode_context=sum(decoding)))
@@ -64,7 +64,7 @@ class Backlog:
             self.queue(request)
 
     def queue(self, request: Request, tokens: int | None = None) -> None:
-        """Count a request that goes before later ones. tokens: the number to compute; None = its uncached ones."""
+        """Add a request that is computed before later ones. tokens: the number to compute; None = all uncached."""
         self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
@@ -133,7 +133,7 @@ class Sticky(_AtOnce):
 
 
 class Central:
-    """Keeps requests back until an engine is free, which means that it computes no prompt and none waits there.
+    """Keeps requests back until an engine is free. A free engine computes no prompt, and no prompt waits there.
 
     Requests are planned in the order of their uncached tokens, least first: each gets the engine that would finish its
     prompt first, after the requests planned before, and is sent if that engine is free. So a request waits for a busy
