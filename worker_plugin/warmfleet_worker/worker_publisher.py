@@ -253,7 +253,7 @@ class WorkerPublisher:
         self._stream.put(run.operation, run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
-        """After lost events leave a gap in the numbers, so that the fleet asks for a snapshot; at last send one."""
+        """After lost events skip a number, so that the fleet asks for a snapshot; else send one unasked later."""
         lost = self._stream.lost_entries
         if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
             logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)

@@ -200,7 +200,7 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """Return whether a replica can use ``workers`` workers and is ready, as haproxy wants it.
+    """Return whether a replica can use ``workers`` workers and is ready (until then haproxy takes it for down).
 
     All workers must be proven, except engines given by their URL alone, which stay approximate.
     """
