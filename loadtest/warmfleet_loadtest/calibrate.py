@@ -5,9 +5,9 @@
     python -m warmfleet_loadtest.calibrate check --url http://127.0.0.1:8000 --model small --costs costs.json
 
 ``measure`` sends prompts of many lengths one at a time, cold and with cached prefixes, and then groups of decoding
-streams. ``fit`` finds the non-negative coefficients with the smallest relative error. It does not look at a mixed load,
-for on a busy machine it would take the machine's contention for a property of the engine. ``check`` runs mixed loads
-over HTTP on the real engine and on the simulator and compares the quantiles of TTFT. Believe its result only if
+streams. ``fit`` finds the non-negative coefficients with the smallest relative error. ``fit`` uses no mixed load,
+because it would take contention on a busy machine for a property of the engine. ``check`` runs mixed loads over HTTP on
+the real engine and on the simulator and compares the quantiles of TTFT. Believe the result of ``check`` only if
 ``load_average`` shows that nothing else ran: the simulator sleeps where vLLM computes, so contention slows only vLLM.
 Start vLLM with a cache that holds everything (no evictions) and with --enable-prompt-tokens-details.
 """
@@ -54,7 +54,7 @@ TOLERANCE = 0.15
 
 
 class Measurements:
-    """Measurements on one engine. Every prompt is new, but for a wanted prefix."""
+    """Measurements on one engine. Every prompt has new random tokens, except for a prefix that is to be cached."""
 
     def __init__(self, client: Client, url: str, seed: int) -> None:
         self._client = client
@@ -75,7 +75,7 @@ class Measurements:
     async def decode(self, streams: int, context: int) -> float:
         """Measure the seconds between tokens while ``streams`` cached prompts of ``context`` tokens decode.
 
-        The result comes from two lengths of the same answers, because several chunks may arrive together.
+        The result is the difference between long and short answers, because several chunks may arrive together.
         """
         prompts = [self.tokens(context) for _ in range(streams)]
         await self._slowest(prompts, 1)
@@ -116,7 +116,7 @@ async def measure(url: str, model: str, seed: int) -> dict[str, Any]:
 
 
 def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
-    """Fit non-negative costs by least squares of relative errors. Raises ValueError for a sample not above 0."""
+    """Fit non-negative costs by least squares of relative errors. Raises ValueError if a measured time is 0 or less."""
     rows, seconds = [], []
     for cached, new, ttft in samples["prefill"]:
         held = cached // limits.block_tokens * limits.block_tokens
@@ -135,7 +135,7 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
 
 
 def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
-    """Return how often each coefficient counts in the TTFT of one prompt."""
+    """Return by what each coefficient is multiplied in the TTFT of one prompt."""
     work = dict.fromkeys(NAMES, 0.0)
     work["request_s"], work["request_token_s"] = 1.0, float(tokens)
     done = held

@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
 
-REPLAY_PORTS = 100  # distance from the port of an engine's KV events to that of their replays
-INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # brings what --kv-events needs
+REPLAY_PORTS = 100  # port of an engine's event replays minus port of its KV events
+INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # what --kv-events needs
 STOP_SECONDS = 2.0  # longest time for open requests to end when the engine stops
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """An engine's settings, without its place in a fleet.
+    """An engine's settings, except how it joins a fleet.
 
     mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
-    answer in mode fcfs. ttft_target: evict for a time to first token, as WARMFLEET_TTFT_TARGET_S makes the plugin do.
+    answer in mode fcfs. ttft_target: evict by T-LRU for this TTFT, as the plugin does with WARMFLEET_TTFT_TARGET_S.
     """
 
     scheme: wire.Scheme
@@ -79,13 +79,13 @@ class EngineConfig:
         return made
 
     def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
-        speed = round(1 / self.costs.prefill_token_s)  # a real engine would have measured it
+        speed = round(1 / self.costs.prefill_token_s)  # the plugin measures this speed on a real engine
         eviction = eviction_of(self.ttft_target, lambda: speed, self.limits.block_tokens, self.blocks)
         return TailPool(self.blocks, eviction, listener, clock)
 
 
 class Engine:
-    """An engine with its port, its core and, in a fleet, its publishers."""
+    """A simulated engine: its HTTP port, its core and, in a fleet, its publishers."""
 
     def __init__(self, config: EngineConfig, tokenizer: PromptTokenizer, served: Served) -> None:
         self.tracker = Tracker()
@@ -111,11 +111,11 @@ class Engine:
         self.halves.start()
 
     def publish_kv_events(self, ports: tuple[int, int] = (0, 0)) -> KvEvents:
-        """Publish vLLM's KV events over ZMQ. ports: of events and replays; 0: any free one.
+        """Publish vLLM's KV events over ZMQ; return the publisher, which knows its ports.
 
-        Returns the publisher, which knows its ports.
+        ports: of events and replays; 0: any free one.
         """
-        # Imported here, because it needs pyzmq and msgpack, which `make run` does not install.
+        # Imported here, because the module needs pyzmq and msgpack, which `make run` does not install.
         from warmfleet_loadtest.simulator.kv_events import KvEvents
 
         self.kv_events = KvEvents(self.core.scheduler, ports)
@@ -170,7 +170,7 @@ async def serve(args: argparse.Namespace) -> None:
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
                 source = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
-                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the simulator's own
+                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the demo's tokenizer
                 print(f"engine {index} is bridged by: warmfleet bridge --redis URL {options}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         if args.chooser:
@@ -185,7 +185,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the settings of the command line. Raises ValueError if no engine can have them."""
+    """Return the engine settings that the command line asks for. Raises ValueError if no engine can have them."""
     scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)

@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings that all fleets and seeds of one bench share.
+    """The settings that are the same for all fleets and seeds of one bench.
 
     setup: the engines. trace: a name in ``traces.trace.PUBLIC`` or the path of a file. rows: the number of requests
-    that are played, from the first on. speed: trace seconds that are played in one wall second. skip: the share (0 to
-    1) of the requests that come first and warm up the caches: they count only if they fail. texts: prompts are sent as
-    texts even to fleets that take token ids.
+    that are played, from the first on. speed: trace seconds per wall second. skip: the first share (0 to 1) of the
+    requests, which warms up the caches; of these only failures count. texts: prompts are sent as texts even to fleets
+    that take token ids.
     """
 
     setup: Setup
@@ -76,7 +76,7 @@ ENDING_S = 2.0  # longest time from a refused connection until the end of its pr
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a fleet with a seed. ttft: sorted, in trace seconds, without the warm-up."""
+    """The results of a fleet's run with one seed. ttft: sorted, in trace seconds, without the warm-up."""
 
     figures: dict[str, Any]
     health: dict[str, Any]
@@ -85,7 +85,7 @@ class Outcome:
 
 
 def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Outcome:
-    """Play the trace through a fresh fleet. Raises StackError if it does not start or loses a process."""
+    """Play the trace through a fresh fleet. Raises StackError if the fleet does not start or a process of it ends."""
     with running(fleet, bench.setup) as up:
         progress = Progress(label, len(trace.arrivals))
         before, began = _cpu_s(up), time.monotonic()
@@ -147,7 +147,7 @@ def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[st
             print(f"{label}: {json.dumps(outcomes[fleet.name][-1].figures)}", file=sys.stderr, flush=True)
             try:
                 _save(out, fleets, outcomes, bench.speed)
-            except OSError as error:  # go on, for the figures of the other fleets matter more than pictures
+            except OSError as error:  # go on: the figures of the other fleets matter more than plots
                 print(f"error: not saved: {error}", file=sys.stderr, flush=True)
     runs = [_entry(fleet, outcomes[fleet.name], broken.get(fleet.name)) for fleet in fleets]
     about = {"trace": trace.name, "rows": len(trace.arrivals), "speed": bench.speed, "mode": bench.setup.mode}
@@ -186,7 +186,7 @@ COLUMNS = ("mean_ttft", "p50_ttft", "p90_ttft", "p99_ttft", "hit_ratio", "imbala
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with one line per fleet, and ± with several seeds."""
+    """Return a Markdown table with one line per fleet; with several seeds each mean has its ± (95 %)."""
     rows = []
     for entry in runs:
         margins = entry.get("ci95", {})
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """Return the settings of the command line. Defaults depend on the trace; a file has those of the conversation.
+    """Return the bench that the command line asks for. Defaults depend on the trace; a file gets the conversation's.
 
     Reads the whole trace, so that a fault near its end is found before the first run. Raises ValueError, OSError.
     """
@@ -244,11 +244,11 @@ def bench_of(args: argparse.Namespace) -> Bench:
 
 
 def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
-    """Run the command; return an exit code of the module's docstring. policies: those that routers have."""
+    """Run the command; return an exit code (see the module's docstring). policies: names of all policies."""
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
-        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # engines with the plugin
+        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # to compare the plugin with
         if args.policy or beside or not fleets:
             fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas, policies) + fleets
         bench = bench_of(args)

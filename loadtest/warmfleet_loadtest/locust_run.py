@@ -52,15 +52,15 @@ LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
-FINISH_S = 200.0  # longest time for Locust's last requests and its report; three tries take less
+FINISH_S = 200.0  # longest time for Locust's last requests and its report; three tries of a request take less
 LATE_S = 60.0  # longest time after the duration in which an added process may still get its first request
 POLL_S = 0.2
-LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between lines of progress, in a file and on a terminal
+LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between progress lines, in a file and on a terminal
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a run. share: of the duration, when it happens. kind: of KINDS."""
+    """A process that comes or goes. share: of the run's duration, 0 to 1. action: of ACTIONS. kind: of KINDS."""
 
     share: float
     action: str
@@ -117,14 +117,14 @@ def _start(stack: LocustStack) -> None:
 
 
 def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Event]) -> FleetRun:
-    """Run Locust against the stack, and let things come and go meanwhile. Raises StackError if Locust breaks."""
+    """Run Locust against the stack, and start and end processes meanwhile. Raises StackError if Locust breaks."""
     target = stack.folder / "summary.json"
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--host", stack.url, "--headless"]
     command += [*_locust_arguments(options), "--summary", str(target), "--only-summary", "--loglevel", "WARNING"]
     command += ["--html", str(options.out / f"locust-{stack.fleet}.html")]
     used = stack.cpu_s()
     locust = stack.spawn("client", "locust", command)
-    stack.wait("locust", lambda: _sent(target))  # its imports take seconds
+    stack.wait("locust", lambda: _sent(target))  # Locust's imports take seconds
     began = float(_read(target)["plan"]["began"])
     zero = time.monotonic() + began - time.time()
     live, marks = Live(stack.fleet, target, options.duration), []
@@ -150,7 +150,7 @@ def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Even
 
 
 def _happen(stack: LocustStack, event: Event) -> str:
-    """Let an event happen. Returns the name of the process. Raises StackError if there is nothing left for it."""
+    """Start or end the event's process; return its name. Raises StackError if no process or place is left."""
     places = stack.replicas if event.kind == "replica" else stack.engines
     name = stack.spare(places) if event.action == "add" else stack.first(places)
     if event.action == "kill":
@@ -165,7 +165,7 @@ def _happen(stack: LocustStack, event: Event) -> str:
 
 
 def _sent(target: Path) -> bool:
-    """Return whether Locust's summary counts a request."""
+    """Return whether Locust's summary counts at least one request."""
     return target.exists() and bool(Tally.from_json(_read(target)["tally"]).kinds())
 
 
@@ -186,7 +186,7 @@ class Live:
         self._next = 0.0
 
     def look(self) -> None:
-        """Print the progress, if it is time for that."""
+        """Print the progress, if the next line is due."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + (TERMINAL_LOOK_S if self._terminal else LOOK_S)
@@ -252,7 +252,7 @@ def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
 
 
 def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Turn our options into the locustfile's. Only a ramp and a day need to know their end from the begin."""
+    """Turn our options into the locustfile's. Only shapes that depend on the run's length get its exact seconds."""
     seconds = options.duration if options.arrivals in ("ramp", "diurnal") else options.duration + LATE_S
     return argparse.Namespace(**vars(options), seconds=seconds)
 

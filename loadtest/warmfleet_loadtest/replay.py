@@ -41,7 +41,7 @@ class Target:
     """The servers of a replay, and its speed.
 
     speed: trace seconds per second. seed: for random URLs and session keys. balance: ``random``, ``session`` or
-    ``least`` (see ``Balance``). spell: makes the prompt that is sent of token ids; it may be a text.
+    ``least`` (see ``Balance``). spell: turns token ids into the prompt that is sent: a list of ids or a text.
     """
 
     urls: tuple[str, ...]
@@ -54,7 +54,7 @@ class Target:
 
 
 class Balance:
-    """The client's own balancer: a random URL, one by the session's key, or the URL with the fewest open requests."""
+    """The client's own balancer: a random URL, a URL by hash of the session, or that with the fewest open requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -62,7 +62,7 @@ class Balance:
         self._under_way = dict.fromkeys(target.urls, 0)
 
     def take(self, session: str) -> str:
-        """Return a URL for a request of this session. Give it back when the request is answered."""
+        """Return a URL for a request of this session. Call ``give_back`` with the URL when the request is answered."""
         urls = self._target.urls
         if self._target.balance == "session":
             taken = urls[zlib.crc32(session.encode()) % len(urls)]
@@ -80,7 +80,7 @@ class Balance:
 async def replay(
     trace: Trace, target: Target, on_reply: Callable[[Reply], None] = lambda _reply: None
 ) -> tuple[list[Reply], dict[str, float]]:
-    """Play a trace; return (replies in its order, the client's own health). on_reply: called with each reply."""
+    """Play a trace; return (replies in the trace's order, the client's own health). on_reply: gets each reply."""
     balance = Balance(target)
     replies: list[Reply | None] = [None] * len(trace.arrivals)
     sessions: dict[int, list[int]] = {}
@@ -109,7 +109,7 @@ async def replay(
 
 
 def summary(replies: Sequence[Reply], speed: float = 1.0, skip: float = 0.1) -> dict[str, Any]:
-    """Return the figures of a replay in wall seconds, and the mean TTFT in trace seconds, too."""
+    """Return the figures of a replay, with times in wall seconds and the mean TTFT in trace seconds, too."""
     counted = after_warm_up(replies, skip)
     good = [reply for reply in counted if reply.error is None]
     ttft = sorted(reply.ttft_s for reply in good)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, dict[str, Any]] = {}
     for seed in range(args.seeds):
         try:
-            # Each seed has other tokens, because the engines still hold those of the seed before.
+            # Each seed has other tokens, because the engines still cache the prompts of the seed before.
             trace = open_trace(args.trace, args.rows, seed)
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = """\
 class Shape:
     """The size of the network. The default has 0.6 M parameters; 8 layers of 256 have 6.6 M, with slower prefill.
 
-    window: the number of earlier tokens that a token sees in every second layer; it sees all in the others. 0: in all.
+    window: the number of earlier tokens that a token attends to in every second layer; 0: all tokens in all layers.
     """
 
     layers: int = 2

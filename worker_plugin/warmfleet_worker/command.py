@@ -12,8 +12,8 @@ from warmfleet_worker.protocol import wire
 class Command:
     """The fleet's message to the process that holds this worker_id.
 
-    nonce, joined: the incarnation that the fleet knows, and the stream id of its join. applied: the number of the last
-    entry that the fleet has applied. id, do: of a command; without a command None and "None".
+    nonce, joined: the name of the worker's incarnation that the fleet knows, and the stream id of its join entry.
+    applied: number of the last entry that the fleet has applied. id, do: of a command; without one None and "None".
     """
 
     nonce: str
@@ -37,21 +37,21 @@ class Command:
 
 @dataclass(slots=True)
 class Rival:
-    """Another process that joined under our name after us. Perhaps that process is dead, and only its join came late.
+    """Another process that joined under our worker_id after us. It may be dead: perhaps its join reached Redis late.
 
-    The difference shows in its ``applied`` number: a living process writes at least a heartbeat every
-    HEARTBEAT_SECONDS, so its number goes on moving.
+    A living rival writes a heartbeat at least every HEARTBEAT_SECONDS, so the number of its last applied entry
+    (``applied`` in the commands to it) goes on growing.
     """
 
     nonce: str = ""
-    first_read: float = 0.0  # when we first read of it, monotonic seconds
+    first_read: float = 0.0  # when we first read a command to the rival, monotonic seconds
     applied: int = 0
     last_read: float = 0.0
 
     def is_alive(self, command: Command, now: float) -> bool:
-        """Return True if its number moved later than a heartbeat's time after we first read of it.
+        """Return True if ``applied`` still grew HEARTBEAT_SECONDS after we first read a command to the rival.
 
-        By then everything that a dead process had sent has been applied.
+        By then the fleet has applied everything that a dead process had sent.
         """
         if command.nonce != self.nonce:
             self.nonce, self.first_read, self.applied, self.last_read = command.nonce, now, command.applied, now
@@ -60,5 +60,5 @@ class Rival:
         return moved and late
 
     def had_time(self, now: float) -> bool:
-        """Return True if it has had a whole TTL to write, so that its silence shows a dead process."""
+        """Return True if the rival has had WORKER_TTL_SECONDS to write, so that its silence shows that it is dead."""
         return now - self.first_read >= wire.WORKER_TTL_SECONDS

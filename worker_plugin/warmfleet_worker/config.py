@@ -59,7 +59,7 @@ class PublisherConfig:
 
 
 def labels_of_environment() -> dict[str, str]:
-    """Read the labels in WARMFLEET_LABELS. A mistake there is logged and costs the labels, not the engine."""
+    """Read the labels in WARMFLEET_LABELS. A malformed value is logged, and the engine joins without labels."""
     try:
         return read_labels(os.environ.get("WARMFLEET_LABELS", ""))
     except wire.WireError as error:
@@ -78,13 +78,13 @@ class PublisherState:
     snapshots: int = 0
     number: int = 0  # number of the last entry made
     applied: int = 0  # the number of the last entry that the fleet has acknowledged
-    dropped: int = 0  # transitions and hashes that never reached Redis
+    dropped: int = 0  # number of block changes that never reached Redis
     errors: int = 0  # failed calls to Redis
 
 
 @dataclass(slots=True)
 class Due:
-    """When each duty is due next, in monotonic seconds."""
+    """When each duty of the publisher is due next, in monotonic seconds."""
 
     flush: float = 0.0
     heartbeat: float = 0.0
@@ -93,11 +93,11 @@ class Due:
     reply: float = float("inf")  # when the fleet may have answered the last heartbeat
 
     def next(self) -> float:
-        """When the first duty is due."""
+        """Return when the first duty is due."""
         return min(self.flush, self.heartbeat, self.load, self.command)
 
     def after_heartbeat(self, now: float) -> None:
-        """Read the command at once, and again when the fleet may have answered this heartbeat."""
+        """Make the next reading of the command due at once, and one when the fleet may have answered this heartbeat."""
         self.heartbeat = now + wire.HEARTBEAT_SECONDS
         self.after_load(now)
         self.command = now
@@ -107,7 +107,7 @@ class Due:
         self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
-        """Read the command again every 100 ms while a snapshot awaits acknowledgement, else 0.5 s after a heartbeat."""
+        """Make the next reading due: in 0.1 s during a snapshot, else in 0.5 s or, once acknowledged, at ``reply``."""
         if sending:
             self.command = now + wire.FLUSH_SECONDS
         elif not acknowledged:

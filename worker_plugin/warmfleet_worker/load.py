@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 LOAD_CHECK_SECONDS = 0.25  # time between two readings of the engine's load
-SMALL_TOKENS = 256  # largest change of foreign load that always waits for the next heartbeat
-MEAN_SECONDS = 2.0  # time constant of the mean of foreign prefill; 1 and 4 s were measured and are worse
-REMEMBERED_WORK_SECONDS = 1.0  # most work of the engine that the mean is, or an idle engine looks saturated
-ASSUMED_TPS = 10_000  # tokens per second of an engine that has not been measured yet
+SMALL_TOKENS = 256  # largest change of foreign load that is never reported before the next heartbeat
+MEAN_SECONDS = 2.0  # time constant of the mean of foreign prefill tokens; 1 s and 4 s did worse in measurements
+REMEMBERED_WORK_SECONDS = 1.0  # largest mean, in seconds of work; above it an idle engine looks saturated
+ASSUMED_TPS = 10_000  # prefill speed assumed of an engine that has not been measured yet, tokens per second
 LEAST_TOKENS = 32  # least mean of foreign prefill that counts; a smaller one is reported as 0
-#: A core that has work makes no step for long also while it compiles a kernel, loads an adapter, exports a profile, or
-#: computes a large prompt on a CPU. To leave it too early costs its requests; to leave it late costs only waiting.
+#: Time without a step after which an engine with work counts as standing still. A healthy one also takes long for a
+#: step in which it compiles a kernel, loads an adapter, exports a profile, or computes a large prompt on a CPU.
 STANDSTILL_SECONDS = 120.0
 
 
@@ -20,11 +20,11 @@ STANDSTILL_SECONDS = 120.0
 class Load:
     """The present work of an engine.
 
-    running, waiting: requests. foreign_prefill_tokens: tokens that foreign requests have still to compute.
-    foreign_decode_tokens: context tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while
-    not measured. A foreign request is one that no router of the fleet has sent. steps: how many steps the engine has
-    begun or ended; None while it has no request to work on, or where nobody counts. paused: somebody has paused the
-    engine or put it to sleep: it takes no new request until that ends. step_us: how long a step takes however little it
+    A foreign request is one that no router of the fleet has sent. running, waiting: numbers of requests.
+    foreign_prefill_tokens: prompt tokens of foreign requests that are still to compute. foreign_decode_tokens: context
+    tokens of decoding foreign requests. speed_tps: prefill tokens per second, 0 while not measured. steps: steps begun
+    plus steps ended; None while the engine has no request to work on, or where its steps are not counted. paused: the
+    engine is paused or asleep, and takes no new request. step_us: microseconds that a step takes however little it
     computes, 0 while not measured.
     """
 
@@ -54,17 +54,17 @@ class Load:
 class SmoothedLoad:
     """Raises foreign prefill to its recent mean, where that is more than the present amount.
 
-    Most foreign prompts begin and end between two looks, and more of them will come to this engine, because their
-    clients do not ask the fleet. That work cannot go to another engine; the fleet's own requests can, and should.
+    Most foreign prompts begin and end between two checks of the load, and more will come to this engine, because their
+    clients do not ask the fleet. Foreign work cannot go to another engine; the fleet's own requests can, and should.
     """
 
     def __init__(self) -> None:
         self._mean, self._at = 0.0, -math.inf
 
     def smooth(self, load: Load, now: float) -> Load:
-        """Return the ``load`` of ``now`` (monotonic seconds), its foreign prefill smoothed. Call it at every look."""
+        """Return the ``load`` of ``now`` (monotonic seconds), its foreign prefill smoothed. Call it at every check."""
         tokens = load.foreign_prefill_tokens
-        # After a gap without looks the past keeps the weight of two looks: nothing is known of the gap.
+        # A longer gap between two checks counts as two checks' time, because nothing is known of the gap.
         kept = math.exp(-min(now - self._at, 2 * LOAD_CHECK_SECONDS) / MEAN_SECONDS)
         most = REMEMBERED_WORK_SECONDS * (load.speed_tps or ASSUMED_TPS)
         self._mean, self._at = min(kept * self._mean + (1 - kept) * tokens, most), now
@@ -82,7 +82,7 @@ class Standstill:
     def look(self, load: Load, now: float) -> bool:
         """Tell whether no step began or ended for STANDSTILL_SECONDS, by ``load`` as it is ``now`` (monotonic seconds).
 
-        Call it at every look. A gap without looks counts as two: the thread that looks may have had no CPU either.
+        Call it at every check of the load. A longer gap counts as two checks' time: perhaps the caller had no CPU.
         """
         passed = min(now - self._at, 2 * LOAD_CHECK_SECONDS)
         stands = load.steps is not None and load.steps == self._steps

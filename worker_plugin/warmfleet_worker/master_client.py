@@ -1,8 +1,8 @@
 """A plain Redis client whose connections always lead to the present master, which Sentinels or Cluster nodes name.
 
 redis-py's own Sentinel pool does the work: a connection asks for the master when it connects, and ends when its server
-is no master any more. All keys of a model are in one slot, so in a Cluster, too, one server has them all; there the
-same pool asks ``CLUSTER SLOTS``. The routers have the same in asyncio: ``warmfleet/fleet/connection/failover.py``.
+is no master any more. All keys of a model are in one slot, so in a Cluster, too, one server has them all; with a
+Cluster the pool asks ``CLUSTER SLOTS``. The routers' asyncio counterpart: ``warmfleet/fleet/connection/failover.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Locator:
         self._address = address
         self._tag = tag
         self._nodes = list(nodes)
-        self._answer: tuple[float, HostPort] | None = None  # (time until which it is good, the master)
+        self._answer: tuple[float, HostPort] | None = None  # (reused until this time, the master)
 
     def discover_master(self, _service: str) -> HostPort:
         """Return the present master, or the last known one if no node answers.
@@ -71,7 +71,7 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """Asks once a second, too, so that connections to a former master end."""
+    """Also asks for the master every LOOK_SECONDS of use, so that connections to a former master end."""
 
     _next_look = 0.0
 
@@ -84,7 +84,7 @@ class MasterPool(SentinelConnectionPool):
 
 
 class MasterConnection(SentinelManagedConnection):
-    """A connection that ends when its server says that the slot is elsewhere; the next connection asks anew."""
+    """A connection that ends when its server says that the slot is elsewhere; the next one asks for the master."""
 
     def read_response(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -109,7 +109,7 @@ class MasterRedis(redis.Redis):
 def master_client(address: RedisAddress, tag: str, **options: Any) -> redis.Redis:
     """Make a client of the master that has the keys with this hash tag.
 
-    options: of its connections; options in the URL win.
+    options: arguments of its connections; options in the URL override them.
     """
     options |= dict(parse_url(address.url))  # type: ignore[no-untyped-call]  # redis-py
     base = options.pop("connection_class", None)

@@ -11,8 +11,8 @@ engine core) and when the OpenAI server has its state (in the API server). Repla
 - ``Scheduler.__init__``, ``schedule``, ``update_from_output`` and ``shutdown``;
 - ``init_app_state`` of the API server, and ``shutdown`` of its engine client.
 
-Before that, ``vllm_hooks/compatibility`` checks that this vLLM has the internals that are used, as they are known.
-Every replacement hands on the result of the original, and an error of ours ends in the log (``swallow_errors``).
+Before any hook, ``vllm_hooks/compatibility`` checks that this vLLM has all internals that the plugin uses.
+Every replacement returns the result of the original; an error of the plugin is only logged (``swallow_errors``).
 All loggers of this distribution are called ``vllm.warmfleet``: below vLLM's logger, so that the lines appear wherever
 vLLM's own do, also when vLLM sets up its log after its plugins.
 """
@@ -40,7 +40,7 @@ def register() -> None:
             logger.info("warmfleet: inactive: WARMFLEET_REDIS_URL is not set")
             return
         redis_url = with_ca(redis_url, os.environ.get("WARMFLEET_REDIS_CA", ""))
-        # The engine core inherits the environment of the API server, so both halves have the same name.
+        # The engine core inherits the environment of the API server, so both processes have the same server id.
         os.environ.setdefault("WARMFLEET_WORKER_ID", default_server_id(sys.argv))
         hook_scheduler(redis_url)
         hook_api_server(redis_url)

@@ -1,13 +1,13 @@
-"""The pool that a server belongs to: asked for at the join, kept while it serves, left when the operator says so.
+"""The pool that a server belongs to: chosen when it joins, kept while it serves, left when the operator says so.
 
-A worker is told only the name of its model. A registry in Redis holds the model's pools, and a second hash the places
-of its servers (``protocol/pools``). A server that starts takes its old pool. A new server takes the pool with the least
-capacity; of equal pools, the pool with the fewest servers of its host, then the first by rendezvous hash. Servers that
-start together are spread as if they had started one after another: each writes its choice only if no other has written
-since it read (WATCH), else it chooses again. So no server needs the right to run scripts.
+A worker is told only the name of its model. One hash in Redis, the registry, holds the model's pools; another says
+which server is in which pool (``protocol/pools``). A restarted server takes its old pool. A new one takes the pool with
+the least capacity; of equal pools, the pool with the fewest servers of its host, then the first by rendezvous hash.
+Servers that start together are spread as if they had started one after another: each writes its choice only if no other
+has written since it read (WATCH), else it chooses again. So no server needs the right to run scripts.
 
 Engine core and API server are two processes with a ``PoolAssignment`` each. Their server's record in Redis binds both:
-the second follows the first within ASK_SECONDS.
+the process that looks later follows the other within ASK_SECONDS.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-ASK_SECONDS = 15.0  # time between two looks at the registry, hence the longest that a server's halves are apart
-TIMEOUT_SECONDS = 0.5  # longest look, during which the publisher's thread reports nothing
+ASK_SECONDS = 15.0  # time between two looks at the registry; so long a server's two processes may be in different pools
+TIMEOUT_SECONDS = 0.5  # longest wait for an answer about pools, during which the publisher's thread reports nothing
 SEEN_MS = 30_000  # age at which ``seen_ms`` in a server's record is renewed
 AWAY_MS = 90_000  # time without a renewal after which a server counts as restarted
-RECENT_MS = 600_000  # time since a server was seen within which it counts where a new one is placed
-SETTLE_MS = 45_000  # time after a move by which both halves have looked and a probe has passed in the new pool
-MOVING_SHARE = 1 / 8  # largest share of a model's servers that move between pools at a time; one always may
+RECENT_MS = 600_000  # largest age of ``seen_ms`` at which a server still counts when a new server chooses a pool
+SETTLE_MS = 45_000  # time after a move by which both processes have followed and a probe has passed in the new pool
+MOVING_SHARE = 1 / 8  # largest share of a model's servers that move between pools at a time; one server always may
 STRUCK_AT_ONCE = 64  # most records of servers gone for good that one call removes
-TRIES = 8  # number of spoiled tries after which a server takes its choice anyway, which does little harm
+TRIES = 8  # tries to write a choice; the last ignores what other servers wrote meanwhile, which does little harm
 
 
 def host_name() -> str:
-    """Return this server's machine: NODE_NAME, which Kubernetes can tell a pod, else the host's name."""
+    """Return the name of this machine: NODE_NAME, which Kubernetes can set for a pod, else the host name."""
     name = os.environ.get("NODE_NAME") or socket.gethostname()
     return "".join(char if char.isalnum() or char in "._-" else "-" for char in name)[:64]
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A half of a server that wants a pool. rank and blocks: of an engine core; an API server has no capacity."""
+    """A process of a server that asks for a pool. rank, blocks: an engine core's number and capacity."""
 
     server_id: str
     host: str = ""
@@ -64,9 +64,9 @@ class Member:
 
 
 class PoolAssignment:
-    """The pool of one half of a server. One thread uses it.
+    """Finds the pool of one process of a server, which is its API server or an engine core. One thread uses it.
 
-    model: as it was given; with ``#`` the operator has chosen the pool, and nothing is asked.
+    model: the name as it was given; with ``#`` it names a pool, which the operator has chosen and the server keeps.
     """
 
     def __init__(self, redis_url: str, model: str, member: Member) -> None:
@@ -82,8 +82,8 @@ class PoolAssignment:
     def look(self, now: float) -> str:
         """Return the tag of the pool to be in at ``now`` (monotonic seconds).
 
-        Raises RedisError while it was never told. Later errors leave the pool as it is: an outage of this Redis, which
-        in a Cluster may be another than that of the pool, is no reason to leave.
+        Raises RedisError if Redis has never named a pool yet. After later errors the server stays in its pool: in a
+        Cluster the registry's Redis server may be down while that of the pool works.
         """
         if now < self._due:
             return self.tag
@@ -91,7 +91,7 @@ class PoolAssignment:
         try:
             self.tag = take(self._client, self._name, self._member, self.tag, self._lacks if self._pinned else None)
             self._unanswered = False
-        except NoPermissionError:  # the rules of an older `warmfleet acl`
+        except NoPermissionError:  # the user's rights are from an older `warmfleet acl`
             self._say("this Redis user may not choose a pool (`warmfleet acl` prints its rights)")
             self.tag = self.tag or self._name
         except RedisError as error:
@@ -135,10 +135,10 @@ def take(
     present: str,
     lacks: Callable[[Sequence[PoolEntry]], None] | None = None,
 ) -> str:
-    """Choose or keep the pool of ``member``, and note it in its record in ``placement``; return the pool's tag.
+    """Choose or keep the pool of ``member``, and write it into the server's ``placement``; return the pool's tag.
 
-    present: the pool where it is; "" if it has just started. lacks: of a server that stays where it is, whatever the
-    registry says; called if that lacks its pool. Raises RedisError.
+    present: the server's pool now; "" if it has just started. lacks: given only for a server whose operator has chosen
+    the pool, which it keeps; called if the registry lacks that pool. Raises RedisError.
     """
     pinned = lacks is not None
     keys = wire.Keys(name)
@@ -149,7 +149,7 @@ def take(
     (seconds, micros), fields, packed = pipe.execute()
     now_ms, own = seconds * 1000 + micros // 1000, pools.read_placement(packed)
     registry = pools.read_registry(name, fields)
-    if not registry:  # the model has one pool, or its registry was lost: a replica writes it back
+    if not registry:  # the model has one pool, or Redis lost the registry, which a router writes back
         return present or (own.pool if own else name)
     if lacks is not None and all(entry.tag != present for entry in registry):
         lacks(registry)
@@ -166,7 +166,7 @@ def take(
 def _choose(
     client: redis.Redis, key: str, registry: Sequence[PoolEntry], member: Member, present: str, now_ms: int
 ) -> str:
-    """Choose by the places of all servers, and write the choice unless another server has written meanwhile."""
+    """Choose a pool by the records of all servers, and write it; choose again if another server wrote meanwhile."""
     for tries_left in reversed(range(TRIES)):
         with client.pipeline() as pipe:
             pipe.watch(key)  # type: ignore[no-untyped-call]  # redis-py
@@ -185,7 +185,7 @@ def _choose(
             try:
                 pipe.execute()
             except WatchError:
-                time.sleep(random.uniform(0.001, 0.02))  # in the publisher's thread
+                time.sleep(random.uniform(0.001, 0.02))  # only the publisher's thread sleeps
                 continue
             return pool
     raise AssertionError("the last try watches nothing")
@@ -224,7 +224,7 @@ def choose(
     serving = [entry.tag for entry in registry if not entry.draining]
     others = {server: place for server, place in places.items() if server != member.server_id}
     here = [place for place in others.values() if now_ms - place.seen_ms < RECENT_MS]
-    if present and any(entry.tag == present for entry in registry):  # its pool is told to move, and can serve meanwhile
+    if present and any(entry.tag == present for entry in registry):  # its pool is being emptied, and serves meanwhile
         on_the_way = sum(1 for place in here if now_ms - place.moved_ms < SETTLE_MS)
         if on_the_way >= max(1, int(MOVING_SHARE * len(here))):
             return present
@@ -232,7 +232,7 @@ def choose(
     unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
     size = placed(own, "", member, present, now_ms).capacity_blocks or unknown
     old = own.pool if own else ""
-    if old in serving:  # restarted: the server stays, unless another pool would be the smaller even with this server
+    if old in serving:  # restarted: stay, unless another pool is smaller even with this server added to it
         full = _capacity(serving, others.values(), unknown)
         if full[old] < min(full.values()) + size:
             return old
@@ -240,7 +240,7 @@ def choose(
         serving = [old] if any(entry.tag == old for entry in registry) else [entry.tag for entry in registry]
     filled = _capacity(serving, here, unknown)
     least = min(filled.values())
-    equal = [tag for tag in serving if filled[tag] < least + size / 2]  # engines alike differ by a few blocks
+    equal = [tag for tag in serving if filled[tag] < least + size / 2]  # equal engines differ by a few blocks
     beside = {tag: sum(1 for place in here if place.pool == tag and place.host == member.host) for tag in equal}
     return min(equal, key=lambda tag: (beside[tag], -pools.weight(tag, member.server_id)))
 

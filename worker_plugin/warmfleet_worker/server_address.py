@@ -28,7 +28,7 @@ def default_server_id(argv: list[str]) -> str:
 def worker_url(redis_url: str, host: str | None, port: int, *, tls: bool = False) -> str:
     """Return the URL under which routers reach this server, which is bound to ``host`` and ``port``.
 
-    WARMFLEET_WORKER_URL wins, then POD_IP, then the bound address, then the address that reaches Redis.
+    Taken from WARMFLEET_WORKER_URL, else POD_IP, else the bound address, else this machine's address towards Redis.
     Raises UrlRefusedError for a loopback address while Redis is on another machine: routers may be there, too.
     """
     local = redis_is_local(redis_url)
@@ -76,7 +76,7 @@ class Bound:
             plain = socket.create_connection((host, self.port), timeout=1)
         if not self.tls:
             return plain
-        unchecked = ssl.create_default_context()  # the name in its certificate is not that of this address
+        unchecked = ssl.create_default_context()  # the certificate names another host than this address
         unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
         try:
             return unchecked.wrap_socket(plain)
@@ -86,9 +86,9 @@ class Bound:
 
 
 def healthy(bound: Bound) -> bool:
-    """Return True if the API server there answers ``GET /health`` with 200, so it and its engine are well.
+    """Return True if the API server at ``bound`` answers ``GET /health`` with 200: it and its engine are healthy.
 
-    A server that wants a certificate of its clients cannot be asked, so it is enough that it listens.
+    A server that demands client certificates cannot be asked; of such a server it is enough that it listens.
     """
     try:
         with bound.connect() as connection:

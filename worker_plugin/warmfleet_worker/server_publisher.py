@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-YOUNG_SECONDS = 60.0  # age up to which a failover of Redis may lose a join or artifact unnoticed by routers
-ARTIFACT_SECONDS = 86_400  # time after its server's last use at which a file expires: nothing else removes it
-IN_USE_SECONDS = 600.0  # time between two extensions of the files' lives, and two looks for missing files
-LOOK_SECONDS = 0.5  # time between two looks whether the adapters have changed, which waits for no heartbeat
+YOUNG_SECONDS = 60.0  # age of a join up to which a Redis failover makes the server join again, as it may be lost
+ARTIFACT_SECONDS = 86_400  # time after which a file expires that its server has not extended: nothing else removes it
+IN_USE_SECONDS = 600.0  # time between two extensions of the files' expiry, which also find missing files
+LOOK_SECONDS = 0.5  # time between two checks whether the adapters have changed; a change is announced at once
 READY_SECONDS = 120.0  # longest wait until a server listens; then it joins anyway, and the routers' probe fails
 
 
@@ -32,9 +32,9 @@ class ServerConfig:
     """The announcement of an API server when it joins.
 
     model: the fleet's model tag. models: the served names. artifacts: files by name, such as the tokenizer.
-    facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: tells
-    name and path of the LoRA adapters that it serves now; a change is announced. silent: tells that nobody knows now
-    whether the server lives, so that no heartbeat is sent.
+    facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: returns
+    the paths, by name, of the LoRA adapters that the server serves now; a change is announced. silent: tells whether
+    it is unknown if the server lives; as long as that is so, no heartbeat is sent.
     """
 
     redis_url: str
@@ -66,7 +66,7 @@ class ServerPublisher:
         self.joined = False
         self._joined_at = self._used_at = 0.0
         self._files: list[str] = []  # the keys of the chunks of all artifacts
-        self._manifest: dict[str, Any] = {}  # of the artifacts
+        self._manifest: dict[str, Any] = {}  # of the artifacts, for the join
         self._adapters: dict[str, str] = {}
 
     def _open(self, tag: str) -> None:
@@ -130,14 +130,14 @@ class ServerPublisher:
             self._join()
         elif not self._uses_files():
             self._store()
-        self._stream.flush()  # entries that a failed round has left
-        if self._changed:  # the process is the same, and so is what was proved of it
+        self._stream.flush()  # entries that an earlier, failed round has not sent
+        if self._changed:  # a join without a new incarnation: what routers have proved of the server stays valid
             self._stream.put("join", self._announcement())
         self._stream.put("heartbeat")
         self._stream.flush()
 
     def _sit(self, tag: str) -> None:
-        """Write for this pool from now on; if it is a new one, first say goodbye in the old pool."""
+        """Be in this pool from now on. If it is a new one, say goodbye in the old one and open a stream in the new."""
         if tag == self._tag:
             return
         self._goodbye()
@@ -145,9 +145,9 @@ class ServerPublisher:
         self._open(tag)
 
     def _uses_files(self) -> bool:
-        """Every IN_USE_SECONDS extend the files' lives in Redis; return False if one is lost or wanted by routers.
+        """Every IN_USE_SECONDS extend the expiry of the files in Redis; return False if a file's key is gone.
 
-        Routers empty the files of most servers of a large pool, because they never read them; the keys stay.
+        Routers empty the spare copies of files in a large pool but leave the keys; they delete a key to get the file.
         """
         if time.monotonic() - self._used_at < IN_USE_SECONDS:
             return True
@@ -156,10 +156,10 @@ class ServerPublisher:
         return not lost
 
     def _lives_on(self, key: str) -> bool:
-        """Let a file expire in a day from now; return False if it is not there."""
+        """Let a file expire in a day from now; return False if Redis does not have its key."""
         try:
             return bool(self._stream.client.expire(key, ARTIFACT_SECONDS))
-        except NoPermissionError:  # the rules of an older `warmfleet acl`: then it does not expire
+        except NoPermissionError:  # the user's rights are from an older `warmfleet acl`: the file does not expire
             return True
 
     def _store(self) -> None:
@@ -168,7 +168,7 @@ class ServerPublisher:
         self._files, self._used_at = [], time.monotonic()
         for name, content in self.config.artifacts.items():
             manifest[name], chunks = artifacts.split(content)
-            for sha256, piece in chunks.items():  # a call for each, so that no call is long
+            for sha256, piece in chunks.items():  # one call per chunk, so that no call takes long
                 # SETNX: the ACL allows a worker to add artifacts, not to overwrite them
                 self._files.append(self._keys.artifact(self.config.server_id, sha256))
                 self._stream.client.setnx(self._files[-1], piece)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Snapshot:
     """Makes its chunks when they are needed: one pass over a million keys would hold the engine's GIL for too long.
 
-    command_id: of the fleet's command that asked for it; None if nobody did.
+    command_id: of the fleet's command that asked for the snapshot; None if the fleet did not ask.
     """
 
     def __init__(self, keys: Sequence[bytes], pick: PickHashes, command_id: str | None) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 
-MIN_STEP_TOKENS = 128  # least prefill of a step that is measured, because its fixed cost would hide the speed
+MIN_STEP_TOKENS = 128  # least prefill of a step that is measured; in a smaller step the fixed cost hides the speed
 MIN_TOKENS = 512  # number of tokens to be measured before a speed is reported
 MEMORY_SECONDS = 10.0  # busy seconds after which earlier measurements count half
-FEW_TOKENS = 16  # most tokens of a step without prefill that still takes hardly longer than the shortest step
-LEAST_STEPS, STEPS = 8, 32  # number of such steps needed to tell their duration; number of latest ones looked at
+FEW_TOKENS = 16  # most decode tokens of a step without prefill that still takes hardly longer than the shortest
+LEAST_STEPS, STEPS = 8, 32  # least number, and most (the latest), of such steps whose median is step_us
 
 
 class SpeedMeter:
     """Prefill tokens per busy second, over the steps that are mostly prefill.
 
-    A step lasts from its schedule to its result. Where steps overlap it begins at the result of the step before.
+    A step lasts from its schedule to its result. Of overlapping steps the later begins at the result of the earlier.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class SpeedMeter:
     def step_us(self) -> int:
         """Return the median microseconds that a step takes however little it computes; 0 = not measured yet.
 
-        Any thread may ask: the copy is one call.
+        Any thread may call this, because the copy is one atomic call.
         """
         durations = sorted(self._least.copy())
         return round(1e6 * durations[len(durations) // 2]) if len(durations) >= LEAST_STEPS else 0

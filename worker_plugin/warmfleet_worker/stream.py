@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait, which with jitter and a resync is below a heartbeat period
+BACKOFF_SECONDS = (0.1, 3.0)  # first and longest wait between tries; even with jitter less than a heartbeat period
 SOCKET_TIMEOUT_SECONDS = 2.0
 MAX_PENDING = 64  # most entries that Redis has not answered yet
 UNUSABLE_KEY = ("WRONGTYPE", "The stream has exhausted")  # errors of a key that no writer can use any more
@@ -45,8 +45,8 @@ class Refused(Exception):  # noqa: N818 - the entry is kept, so nothing has gone
 def connect(url: str, tag: str = "", *, timeout_seconds: float = SOCKET_TIMEOUT_SECONDS) -> redis.Redis:
     """Make a client for ``url`` (see ``protocol.redis_address``) that never retries by itself, connecting on first use.
 
-    tag: the hash tag of all its keys; only a Cluster needs it. timeout_seconds: of a connection and of a call; what the
-    URL says wins. Raises RedisAddressError.
+    tag: the hash tag of all its keys; only a Cluster needs it. timeout_seconds: for connecting and for each call,
+    unless the URL sets another. Raises RedisAddressError.
     """
     where = redis_address.parse(url)
     options: dict[str, Any] = {
@@ -99,7 +99,7 @@ class Entry:
 class StreamWriter:
     """Writes the stream ``key``, from one thread only. ``nonce`` names the present incarnation of the writer.
 
-    hello: the key of the stream that tells routers of new streams, and the name that it gives this stream.
+    hello: the key of the stream that tells routers of new streams, and the name of this stream in its entries.
     """
 
     def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
@@ -129,13 +129,13 @@ class StreamWriter:
         return getattr(self.client.connection_pool, "master_address", None)  # a single server has no such attribute
 
     def join(self, data: str) -> None:
-        """Begin a new incarnation. Raises RedisError when Redis is away or refuses; then call it again."""
+        """Begin a new incarnation. Raises RedisError if Redis is away or refuses; then call ``join`` again."""
         nonce, number = secrets.token_hex(8), self.number + 1
         pipeline = self.client.pipeline(transaction=False)
         fields = wire.entry(nonce, number, "join", data)
         pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True)  # type: ignore[arg-type]  # dict is invariant
         pipeline.xadd(self._hello_key, {b"s": self._hello_name}, maxlen=wire.HELLO_MAXLEN, approximate=True)
-        # If the hint fails, no router reads the stream, and the publisher joins again after a while.
+        # If the entry in ``hello`` fails, no router reads the stream, and the publisher joins again after a while.
         joined, _hint = pipeline.execute(raise_on_error=False)
         if isinstance(joined, RedisError):
             raise joined
@@ -186,7 +186,7 @@ class StreamWriter:
 def _is_unusable(answer: object) -> bool:
     """Return True if the key takes no entry, now or later.
 
-    Redis refuses a join on this key, too, but not the hint to it in ``hello``; routers follow the hint and delete the
-    key.
+    Redis refuses a join on this key, too, but not the entry in ``hello`` that names the stream: by that entry routers
+    find the key and delete it.
     """
     return isinstance(answer, RedisError) and any(text in str(answer) for text in UNUSABLE_KEY)

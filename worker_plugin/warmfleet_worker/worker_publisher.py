@@ -35,12 +35,12 @@ logger = logging.getLogger("vllm.warmfleet")
 DRAIN_RECORDS = 4_096  # most changes that become entries between two round trips
 BURST_CHUNKS = 32  # most snapshot chunks (36 kB in all) in one round trip
 PROGRESS_QUEUE = 4_096
-SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # time after a loss until a snapshot is sent unasked
+SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # time after lost events until a snapshot is sent unasked
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A snapshot that is due; with a command id the fleet has asked for it."""
+    """A snapshot that is due. command_id: of the fleet's command that asked for it; None if the fleet did not ask."""
 
     command_id: str | None = None
 
@@ -48,9 +48,9 @@ class SnapshotRequest:
 class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
-    ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, and no longer than asked.
-    ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, that
-    is ``config.model``. moved: called in that thread when the worker has left a pool for another.
+    ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, up to its timeout.
+    ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the pool
+    is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class WorkerPublisher:
         self._digest = wire.Digest()  # of the set of blocks that has been published
         self._evicted_blocks = 0
         self._snapshot: Snapshot | None = None
-        self._drained: deque[Run] = deque()  # off the queue, not yet numbered
+        self._drained: deque[Run] = deque()  # changes taken off the queue, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
-        self._loss_noticed_at: float | None = None  # time since which the index cannot equal the table
+        self._loss_noticed_at: float | None = None  # when events were lost: the index is wrong since
         self._joined_at = 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
@@ -131,7 +131,7 @@ class WorkerPublisher:
 
     def _run(self) -> None:
         while self._state.stopped is None:
-            leaving = self._stopping.is_set()  # before the step, which then says goodbye
+            leaving = self._stopping.is_set()  # read before the step: if set, that step says goodbye
             try:
                 self.step(time.monotonic())
             except StreamGone:
@@ -156,7 +156,7 @@ class WorkerPublisher:
 
     def _wait(self) -> None:
         if self._wake.wait(self._due.next() - time.monotonic()) and not self._stopping.is_set():
-            time.sleep(wire.PROGRESS_FLUSH_SECONDS / 4)  # prefills that end in the same engine steps come along
+            time.sleep(wire.PROGRESS_FLUSH_SECONDS / 4)  # one entry then reports all prefills of the same engine steps
         self._wake.clear()
 
     def step(self, now: float) -> None:
@@ -168,7 +168,7 @@ class WorkerPublisher:
             self._sit(self._assignment.look(now))
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
-        self._stream.flush()  # entries that a failed round has left
+        self._stream.flush()  # entries that an earlier, failed step has not sent
         prefilled = len(self._progress)
         self._notice_losses(now)
         if self._snapshot_request is not None and self._snapshot is None:
@@ -204,7 +204,7 @@ class WorkerPublisher:
             return
         if self._state.joined:
             logger.info("warmfleet: %s moves from %s to %s", self.config.worker_id, self._tag, tag)
-            with suppress(RedisError, Refused, StreamGone, OSError):  # else the old pool misses its heartbeats
+            with suppress(RedisError, Refused, StreamGone, OSError):  # if this fails, the old pool misses heartbeats
                 self._stream.put("leave")
                 self._stream.flush()
         self._stream.close()
@@ -226,7 +226,7 @@ class WorkerPublisher:
     # ------------------------------------------------ events
 
     def _put_progress(self, prefilled: int) -> None:
-        """Report the prefills that were done before the changes were drained.
+        """Report the first ``prefilled`` finished prefills, which ended before the block changes were drained.
 
         So the blocks of a prompt are always reported before its prefill.
         """
@@ -253,7 +253,7 @@ class WorkerPublisher:
         self._stream.put(run.operation, run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
-        """After a loss leave a gap in the numbers, so that the fleet asks for a snapshot; else send one unasked."""
+        """After lost events skip a number, so that the fleet asks for a snapshot; else send one unasked later."""
         lost = self._stream.lost_entries
         if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
             logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)
@@ -266,7 +266,7 @@ class WorkerPublisher:
     # ------------------------------------------------ snapshot
 
     def _room(self) -> int:
-        """Return how many entries may be sent unacknowledged; with more, MAXLEN would cut off a snapshot's begin."""
+        """Return how many more entries may be sent unacknowledged; with more, MAXLEN cuts off a snapshot's begin."""
         return wire.UNACKNOWLEDGED_ENTRIES - (self._stream.number - self._state.applied)
 
     def _cut(self) -> Sequence[bytes]:
@@ -316,7 +316,7 @@ class WorkerPublisher:
 
     def _put_heartbeat(self, load: Load, now: float) -> None:
         self._reported_load = load
-        # The fleet compares only a heartbeat with a digest. During a snapshot and after a loss there is no digest.
+        # The fleet compares its index with a heartbeat's digest: none during a snapshot and after lost events.
         comparable = self._snapshot is None and self._snapshot_request is None and self._loss_noticed_at is None
         heartbeat = wire.Heartbeat(
             running=load.running,
@@ -364,7 +364,7 @@ class WorkerPublisher:
             if not self._rival.had_time(now):
                 return
         elif not self._state.acknowledged and now - self._joined_at < wire.WORKER_TTL_SECONDS:
-            return  # after this time without an answer, the join or the hint to it was lost
+            return  # after this time without an answer, the join or its entry in ``hello`` was lost
         logger.warning("warmfleet: the join of %s was lost: joining again", self.config.worker_id)
         self._update(joined=False, acknowledged=False)
 

@@ -1,1 +1,1 @@
-"""The client that measures, the figures of a run, and their pictures."""
+"""The client that measures, the figures of a run, and their plots."""

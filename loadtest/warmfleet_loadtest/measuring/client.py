@@ -1,7 +1,7 @@
 """The measuring client: it streams answers, notes when the first byte came, and watches itself.
 
-The figures of a client that cannot keep up are its own, not the fleet's. So it reports its CPU share and how late its
-event loop was.
+A client that cannot keep up measures its own delay, not the fleet's. So it reports its CPU share and how late its event
+loop was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-LAG_PERIOD = 0.05  # seconds between two looks at the loop's clock
+LAG_PERIOD = 0.05  # seconds that each measurement of the event loop's lag sleeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Reply:
     """An answer.
 
     ttft_s, total_s: from sending the request to the first and the last byte. late_s: from when the request was due to
-    its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None if all
-    went well.
+    its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None after a
+    complete answer.
     """
 
     ttft_s: float
@@ -93,7 +93,7 @@ class Client:
     async def complete(
         self, url: str, prompt: list[int] | str, output_tokens: int, late_s: float = 0.0, session: str = ""
     ) -> Reply:
-        """Stream exactly ``output_tokens`` tokens. Faults of server and network are in the reply's ``error``.
+        """Stream exactly ``output_tokens`` tokens. Errors of server and network are in the reply's ``error``.
 
         late_s: copied into the reply. session: the session key to send, if any.
         """
@@ -141,7 +141,7 @@ class Client:
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
-    """Return the last usage in a stream of events; empty if there is none or it cannot be read."""
+    """Return the last ``usage`` object in a stream of events; empty if there is none or it cannot be read."""
     at = raw.rfind(b'"usage":{')
     if at < 0:
         return {}

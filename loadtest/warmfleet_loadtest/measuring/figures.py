@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # bounds of lateness (share of mean TTFT) and CPU (of a core) of a good client
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # most lateness (share of mean TTFT) and CPU (of a core) of a client to be believed
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
     """Return the figures of one run. TTFT counts from when a request was due.
 
-    speed: trace seconds per second. skip: the share of the requests that warms up; of these only failures and requests
-    without a decision count. The engines' counters include the warm-up.
+    speed: trace seconds per second. skip: the first share of the requests, which warms up; of these only failures and
+    requests without a routing decision count. The engines' counters include the warm-up.
     """
     counted = after_warm_up(replies, skip)
     ttft = due_ttft(counted, speed)
@@ -50,7 +50,7 @@ def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, s
 
 
 def after_warm_up(replies: Sequence[Reply], skip: float) -> Sequence[Reply]:
-    """Return the replies without the first ones, ``skip`` being their share."""
+    """Return the replies without the first ``skip`` (a share, 0 to 1) of them."""
     return replies[int(skip * len(replies)) :]
 
 
@@ -92,7 +92,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return each figure of the runs that is a number, as its mean over the runs.
 
     The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
-    has, by name, half the width of the 95 % interval of each mean; for the three counts, too, it is that of their mean.
+    has, by name, half the width of the 95 % interval of each mean (of the three counts, too: of their mean per run).
     """
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
@@ -106,7 +106,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def half_width(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean, from at least two values (Student's t)."""
     freedom = len(values) - 1
-    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # at most 0.01 too large
+    factor = T95[freedom - 1] if freedom <= len(T95) else 1.96 + 2.7 / freedom  # approximation, at most 0.01 too large
     return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 

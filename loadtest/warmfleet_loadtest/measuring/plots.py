@@ -1,4 +1,4 @@
-"""The pictures of a bench: distribution of TTFT per fleet, hit ratio over time, load of every engine over time."""
+"""The plots of a bench: distribution of TTFT per fleet, hit ratio over time, load of every engine over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.measuring.sampling import Sample
 
-WINDOW = 10  # number of samples from which a hit ratio is computed
+WINDOW = 10  # number of samples (one per second) over which a hit ratio is computed
 COLUMNS = 3  # number of panels side by side
 
 
@@ -82,7 +82,7 @@ def line_figure(
         if f"{axis}scale" in scales:  # 0.1 and 10 instead of powers of ten
             getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
     if "yscale" not in scales:
-        axes.set_ylim(0, (1.3 if marks else 1) * axes.get_ylim()[1])  # room for their texts above the lines
+        axes.set_ylim(0, (1.3 if marks else 1) * axes.get_ylim()[1])  # room for the marks' texts above the lines
     for at, text in marks:
         axes.axvline(at, color="0.4", linestyle=":", linewidth=1)
         beside = axes.get_xaxis_transform()  # x in the data's units, y as a share of the height
@@ -91,7 +91,7 @@ def line_figure(
         axes.text(at, 0.98, text, transform=beside, bbox=behind, **style)
     axes.grid(alpha=0.3)
     if lines:
-        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # where it hides no line
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")  # outside, where the legend hides no line
     return figure
 
 

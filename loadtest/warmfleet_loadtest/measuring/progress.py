@@ -1,4 +1,4 @@
-"""A line on standard error that shows how far a run is."""
+"""A line on standard error that shows how many requests of a run are answered."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PERIOD_S = 1.0  # time between two samples
 ANSWER_S = 10.0  # longest time for the answer of an engine
-#: Field of a Sample → the begin of those lines of ``/metrics`` whose sum it is.
+#: Field of a Sample → the begin of the lines of ``/metrics`` whose values are summed for this field.
 FIELDS = {
     "requests": r"^vllm:num_requests_(?:running|waiting)\{",
     "prompt": r"^vllm:prompt_tokens_total\{",
@@ -33,8 +33,8 @@ _LINES = {name: re.compile(rf"{start}[^}}]*\}} (\S+)$", re.MULTILINE) for name, 
 class Sample:
     """at_s: wall seconds since the first sample.
 
-    The other fields have one value per engine. requests: running and waiting ones. The rest are counters since the
-    engine's start: prompt tokens, cached prompt tokens, seconds in steps, evicted blocks.
+    The other fields have one value per engine. requests: number of running and waiting requests. The rest are counters
+    since the engine's start: prompt tokens, cached prompt tokens, seconds in steps, evicted blocks.
     """
 
     at_s: float

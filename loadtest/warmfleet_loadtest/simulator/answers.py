@@ -24,7 +24,7 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 
 def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
-    """Return the usage. With ``n`` choices a prompt counts once, with the cached tokens of its first choice."""
+    """Return the ``usage`` object. With ``n`` choices a prompt counts once, with its first choice's cached tokens."""
     output_tokens = sum(request.output_tokens for request in requests)
     cached = sum(request.cached_tokens for request in requests[:: ask.n])
     return {
@@ -43,7 +43,7 @@ def _logprobs(texts: list[str]) -> dict[str, Any]:
 
 
 def _prompt_logprobs(prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-    """Return an entry for each token; the first has none, because no token before it could foretell it."""
+    """Return an entry for each prompt token; None for the first, because no token before it could predict it."""
     return [None, *({str(token_id): {"logprob": MADE_UP, "rank": 1}} for token_id in prompt[1:])]
 
 
@@ -59,7 +59,7 @@ class Writer:
         self._object = "chat.completion" if ask.chat else "text_completion"
 
     def whole(self) -> bytes:
-        """Return the answer when all sequences are finished."""
+        """Return the whole answer, for a request that is not streamed, when all sequences are finished."""
         choices = [self._choice(index, request) for index, request in enumerate(self._requests)]
         body = {**self._head, "object": self._object, "choices": choices, "usage": usage(self.ask, self._requests)}
         if self.ask.chat and self.ask.token_ids:

@@ -1,4 +1,4 @@
-"""The engine's HTTP API: vLLM's paths, and two of our own for tests (``/sim/table``, ``/sim/reset``)."""
+"""The simulated engine's HTTP API: vLLM's paths, and two for tests only (``/sim/table``, ``/sim/reset``)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ EVENTS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The offer of an engine. models: the names of its model.
+    """The names under which an engine serves its model (models), and the bearer token that requests need (api_key).
 
-    api_key: the bearer token that requests must have.
+    Without api_key no token is needed.
     """
 
     models: tuple[str, ...]
@@ -142,7 +142,7 @@ class Api:
         return stream
 
     async def render(self, http: web.Request) -> web.Response:
-        """Return the token ids of a chat: of the fields in vLLM's answer only that which routers need."""
+        """Return the token ids of a chat, the only field of vLLM's answer that routers need."""
         return web.json_response({"token_ids": self._ids(await http.read())})
 
     async def tokenize(self, http: web.Request) -> web.Response:
@@ -178,7 +178,7 @@ class Api:
         return web.Response(text=text)
 
     async def table(self, _http: web.Request) -> web.Response:
-        """Return every held block hash. The fleet's index must be equal to this."""
+        """Return every block hash in the cache. The fleet's index must have exactly these for this engine."""
         held = sorted(block_hash.hex() for block_hash in self.core.scheduler.pool.held())
         return web.json_response({"count": len(held), "hashes": held})
 

@@ -1,7 +1,7 @@
 """The prefix cache of one engine: a fixed number of blocks, reference counts, a free queue in order of eviction.
 
 It behaves as vLLM's ``BlockPool``. A block that no request uses goes into the free queue and keeps its content until it
-is handed out again, so a free block can still be hit. Blocks without a hash go to the front of the queue (last in,
+is allocated again, so a free block can still be hit. Blocks without a hash go to the front of the queue (last in,
 first out), blocks with a hash to its end (least recently used first). Several blocks may hold the same hash: a prompt
 that ends at a block boundary computes its last block again. A listener is called only when the first copy of a hash
 comes and when its last copy goes.
@@ -47,7 +47,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out now."""
+        """The number of blocks that can be allocated now."""
         return len(self._free)
 
     @property
@@ -74,13 +74,13 @@ class BlockPool:
         return found
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """Return the number of these blocks that are in the free queue; to use them makes the queue shorter."""
+        """Return how many of these blocks are in the free queue, which gets shorter when a request uses them."""
         return sum(not self._references[block] for block in blocks)
 
     # ------------------------------------------------ changes
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Count a further request that uses these blocks."""
+        """Count one more request that uses these blocks."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
@@ -110,7 +110,7 @@ class BlockPool:
             self.listener.stored(block_hash)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Count a request less that uses these blocks, which come in the order of eviction: its last block first."""
+        """Count one request less that uses these blocks, listed in the order of eviction: the prompt's end first."""
         for block in blocks:
             self._references[block] -= 1
             if not self._references[block]:

@@ -1,7 +1,7 @@
 """An engine core in real time: it runs the scheduler's steps, each for the seconds that the cost model gives.
 
 The event loop's timers are late by up to a millisecond. A step therefore starts when the step before should have ended,
-not when its timer fired, and the mean speed is that of the model. A delay beyond MAX_CATCH_UP is not made good.
+not when its timer fired, so the mean speed is that of the model. Delays beyond MAX_CATCH_UP are not caught up.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
-MAX_CATCH_UP = 0.25  # longest delay in seconds that later steps make good
+MAX_CATCH_UP = 0.25  # longest delay in seconds that later steps catch up
 
 
 class EngineCore:
-    """Runs until it is cancelled.
+    """Runs the steps of one scheduler until it is cancelled.
 
     progress: called with every request whose prefill is done. stepped: called whenever the cache may have changed.
-    busy_s: seconds spent in steps. step_ends: when the step under way is over, or the last one was (by the event loop's
-    clock).
+    busy_s: seconds spent in steps. step_ends: when the step under way will end, or else the last step ended (by the
+    event loop's clock).
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class EngineCore:
         self.busy_s = 0.0
         self.step_ends = 0.0
         self._meter = SpeedMeter()
-        self._left: frozenset[str] = frozenset()  # ids of requests that were booked in a pool that it has left
+        self._left: frozenset[str] = frozenset()  # ids of requests reserved in a pool that the engine has left
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
-        self._api_free = 0.0  # when the API server's one thread has done with the earlier requests
+        self._api_free = 0.0  # when the API server's one thread has handled all earlier requests
 
     async def submit(self, request: Request, sink: asyncio.Queue[Output]) -> None:
         """Queue a request, whose outputs go into ``sink``. Raises ValueError if it can never run."""
@@ -125,7 +125,7 @@ class EngineCore:
 def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:
     """Return the load of an engine. Any thread may call this, because each list is copied by one C call.
 
-    left: ids of requests that count as foreign, because they were booked in a pool that the engine has left.
+    left: ids of requests that count as foreign, because they were reserved in a pool that the engine has left.
     """
     running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
     prefill = decode = 0

@@ -1,7 +1,7 @@
 """First come, first served: one prefill at a time, in the order of arrival, and decoding that costs nothing.
 
-It has the interface of the step scheduler and the same block pool. Published simulations work so, and it is here for
-comparison with them; no real engine does.
+It has the interface of the step scheduler and the same block pool. No real engine works so, but published simulations
+do, with which it allows a comparison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FcfsScheduler(Scheduler):
-    """decode_s: seconds per token of an answer. Meanwhile the request keeps its blocks and slows no other down."""
+    """decode_s: seconds per token of an answer. A decoding request keeps its blocks, but slows no other down."""
 
     def __init__(self, pool: BlockPool, scheme: wire.Scheme, limits: Limits, decode_s: float = 0.02) -> None:
         super().__init__(pool, scheme, limits)
@@ -46,7 +46,7 @@ class FcfsScheduler(Scheduler):
         return Step([(request, tokens)], StepWork(tokens, 1, 0.0, 0, 0))
 
     def complete(self, step: Step, now: float = 0.0) -> list[Output]:
-        """End the prefill and return its first token. The others are due when ``decode_s`` per token has passed."""
+        """End the prefill; return the answer's first token. The others come together, after ``decode_s`` per token."""
         ((request, _tokens),) = step.tokens
         if request.finished:  # aborted
             return []

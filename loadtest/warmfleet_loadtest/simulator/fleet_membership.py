@@ -33,7 +33,7 @@ class Membership:
 
 
 class Halves:
-    """The publishers of both halves of one worker: the engine core's and the API server's."""
+    """The two publishers of one simulated engine: that of the engine core and that of the API server."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Halves:
             capacity_blocks=scheduler.pool.blocks,
             max_model_len=scheduler.limits.max_model_len,
             version=f"sim {VERSION}",
-            closed=scheduler.follower is None,  # T-LRU may give up what a conversation shares with a longer one
+            closed=scheduler.follower is None,  # T-LRU may evict a prefix of another cached prompt
         )
         self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved)
         server = ServerConfig(
@@ -80,7 +80,7 @@ class Halves:
         self.worker.stop()
 
     def progress(self, request: Request) -> None:
-        """Report a finished prefill, if the request carries a reservation id. Of several choices the first counts."""
+        """Report a finished prefill, if the request's id holds a reservation id; of several choices only the first."""
         reservation = wire.reservation_of(request.request_id)
         if reservation is not None and reservation[1] == 0:
             self.worker.progress(reservation[0], request.cached_tokens, request.prompt_tokens)

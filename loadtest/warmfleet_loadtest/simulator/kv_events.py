@@ -1,8 +1,8 @@
 """vLLM's KV events over ZMQ, as its ``ZmqEventPublisher`` sends them. The bridge and other projects' routers read them.
 
 A batch has three frames: topic (empty, vLLM's default), sequence number (8 bytes, big-endian) and msgpack of
-``[time, events, data-parallel rank]``. It is sent at the end of a step, as in vLLM 0.32. The last 10,000 batches can be
-asked for again at a second port.
+``[time, events, data-parallel rank]``. It is sent at the end of a step, as in vLLM 0.32. A second port replays the last
+10,000 batches on request.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
 
 HIGH_WATER = 100_000  # most messages that wait for a subscriber, as in vLLM; further ones are dropped
-KEPT_BATCHES = 10_000  # number of last batches that are kept for replays
-REPLAY_POLL_MS = 100  # time between two looks whether the publisher was closed
+KEPT_BATCHES = 10_000  # number of latest batches that are kept for replays
+REPLAY_POLL_MS = 100  # time between two checks whether the publisher was closed
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEvents:
     """Gathers the changes of a scheduler and its pool; call ``publish`` after each step.
 
-    ports: of events and replays; 0: any free one. kept: the number of last batches that can be asked for again.
+    ports: of events and replays; 0: any free one. kept: the number of latest batches kept for replays.
     """
 
     def __init__(self, scheduler: Scheduler, ports: tuple[int, int] = (0, 0), kept: int = KEPT_BATCHES) -> None:
@@ -75,7 +75,7 @@ class KvEvents:
         """Do nothing: ``copy_removed`` has made the event."""
 
     def copy_removed(self, block_hash: bytes) -> None:
-        """Note that a copy of a hash has gone. vLLM sends an event for every copy, also while others are left."""
+        """Note that a block with this hash was evicted. vLLM sends an event even if other copies are left."""
         block = int.from_bytes(block_hash, "big")
         self._events.append({"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0})
 
@@ -111,7 +111,7 @@ class KvEvents:
 
 
 def _bind(socket: zmq.Socket[bytes], port: int) -> int:
-    """Bind the socket and return its port. A port that was in use gets free a moment after its socket was closed.
+    """Bind the socket and return its port. Tries for 5 s, as a port is free only a moment after its socket was closed.
 
     Raises OSError if the port is taken.
     """

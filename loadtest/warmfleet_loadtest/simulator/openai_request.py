@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 NATURAL_TOKENS = (24, 160)  # fewest and most tokens of an answer where the client sets no exact number
 MAX_SEQUENCES = 1_024  # most sequences (prompts x choices) of one request
-#: Fields that vLLM heeds and this engine does not imitate, with the values that ask for nothing. A field that changes
-#: only which tokens are sampled is not among them: the words of an answer are made up in any case.
+#: Fields that vLLM supports and this engine does not imitate, with the values that have no effect; others are refused.
+#: A field that changes only which tokens are sampled is not listed: the words of an answer are made up in any case.
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 NOT_IMITATED: dict[str, tuple[Any, ...]] = {
     "response_format": (*NOTHING, {"type": "text"}),
@@ -51,11 +51,11 @@ class OpenAIRequest:
     """A parsed request.
 
     kind: ``cmpl`` or ``chatcmpl``. request_id: as the client sees it, with its kind. prompts: token ids.
-    max_tokens: None = as long as the answer is. exact: the answer has exactly max_tokens (``ignore_eos``).
-    stop: texts before which an answer ends. usage: a stream ends with its usage.
-    token_ids: the answer lists them (``return_token_ids``).
-    echo: the answer begins with the prompt. logprobs, prompt_logprobs: it lists made-up ones of its tokens and of the
-    prompt's; then every prompt token is computed (``skip_cache``), as where it is echoed with them.
+    max_tokens: None = no limit. exact: the answer has exactly max_tokens (``ignore_eos``).
+    stop: texts before which an answer ends. usage: a stream ends with a ``usage`` object.
+    token_ids: the answer lists its token ids (``return_token_ids``).
+    echo: the answer begins with the prompt. logprobs, prompt_logprobs: the answer lists made-up logprobs of its tokens,
+    or of the prompt's. The cache is skipped (``skip_cache``) if logprobs of the prompt are wanted.
     """
 
     kind: str
@@ -128,7 +128,7 @@ class OpenAIRequest:
 
 
 def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokenizer) -> OpenAIRequest:
-    """Read a body. Raises RefusedError."""
+    """Read the body of a request. Raises RefusedError."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -169,7 +169,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
 
 
 def _as_python_reads(raw: bytes) -> Any:
-    """Read JSON that orjson does not take, such as NaN, by Python's json as vLLM's server does. Raises RefusedError."""
+    """Read JSON that orjson refuses, such as NaN, with Python's json, as vLLM's server does. Raises RefusedError."""
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -181,7 +181,7 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     for name, nothing in NOT_IMITATED.items():
         if body.get(name) not in nothing:
             raise _not_imitated(name)
-    if body.get("tools") and body.get("tool_choice") != "none":  # else they are a part of the prompt only
+    if body.get("tools") and body.get("tool_choice") != "none":  # with "none" they only enter the prompt
         raise _not_imitated("tools")
     if _object(body, "kv_transfer_params").keys() - {"prompt_token_ids"}:
         raise _not_imitated("kv_transfer_params")
@@ -208,7 +208,7 @@ def _stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 def _wants(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
-    return type(value) is int or (value is not None and _flag(body, name))  # 0 logprobs are those of the token itself
+    return type(value) is int or (value is not None and _flag(body, name))  # 0: the logprob of each token itself
 
 
 def _not_imitated(name: str) -> RefusedError:
@@ -246,7 +246,7 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """Return the wanted length; vLLM's defaults are 16 for completions and, for chats, as much as fits (None)."""
+    """Return the longest answer asked for; vLLM's defaults are 16 for completions and for chats what fits (None)."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return max(1, _number(body, name, 1))
@@ -266,7 +266,7 @@ def _number(body: dict[str, Any], name: str, default: int) -> int:
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
-    """Read a boolean, also from one of the words and numbers that vLLM takes for it."""
+    """Read a boolean, also from a text or number that vLLM takes for a boolean."""
     value = body.get(name)
     return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Limits:
     """The limits of one engine; vLLM's max_num_batched_tokens, max_num_seqs, max_model_len and block_size.
 
-    sorts: waiting requests go by their priority, as with ``--scheduling-policy priority``.
+    sorts: waiting requests are ordered by priority, as with ``--scheduling-policy priority``.
     """
 
     step_tokens: int = 2_048
@@ -45,7 +45,7 @@ class Request:
     request_id: str
     prompt: Sequence[int]
     max_tokens: int
-    answer: Sequence[int]  # the tokens that it will have: at least max_tokens ids
+    answer: Sequence[int]  # token ids of the answer, fixed beforehand: at least max_tokens
     salt: str | None = None
     priority: int = 0
     skip_cache: bool = False
@@ -90,7 +90,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The new tokens of a request after a step. first: they are its first."""
+    """The new tokens of a request after a step. first: they are the first tokens of its answer."""
 
     request: Request
     token_ids: Sequence[int]
@@ -111,7 +111,7 @@ class Totals:
 
 
 class Follower(Protocol):
-    """Hears about every request: when it has its first token, and when it is over and still has its blocks."""
+    """Is told of every request: when it has its first token, and when it ends, before its blocks are released."""
 
     def first_token(self, request: Request) -> None: ...
     def over(self, request: Request) -> None: ...
@@ -155,7 +155,7 @@ class Scheduler:
             self._end(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        request.max_tokens = request.output_tokens  # so that a step under way samples nothing for it
+        request.max_tokens = request.output_tokens  # so that a step under way samples nothing for this request
 
     @property
     def busy(self) -> bool:
@@ -180,7 +180,7 @@ class Scheduler:
         """End a step: sample one token for each request that has all its known tokens computed."""
         outputs = []
         for request, _tokens in step.tokens:
-            if request.finished or request.computed < request.tokens:  # aborted, or a chunk of its prompt
+            if request.finished or request.computed < request.tokens:  # aborted, or its prompt is not fully computed
                 continue
             index = request.output_tokens
             request.output_tokens += 1
@@ -251,7 +251,7 @@ class Scheduler:
     # ------------------------------------------------ blocks
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        """Take blocks for ``tokens`` more, and enter the full ones into the cache. False if too few are free."""
+        """Take blocks for ``tokens`` more tokens, and enter full blocks into the cache. False if too few are free."""
         end = request.computed + tokens
         needed = -(-end // self.limits.block_tokens) - len(request.blocks)
         if needed > self.pool.free:
@@ -273,7 +273,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _end(self, request: Request) -> None:
-        """Take away a running request that is over, answered or aborted."""
+        """Remove a running request that was answered or aborted."""
         self.running.remove(request)
         if self.follower is not None:
             self.follower.over(request)
@@ -298,7 +298,7 @@ def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
 
 
 def _work(planned: dict[Request, int]) -> StepWork:
-    """Return the sums of a step, taken before its requests advance."""
+    """Sum up the work of a step, before ``computed`` of its requests is raised."""
     prefill = prompts = decodes = context = 0
     pairs = 0.0
     for request, tokens in planned.items():

@@ -28,8 +28,8 @@ class StepCosts:
     """Seconds per step, per prompt token, per prompt in a step, per pair, per decoding request and per context token.
 
     request_s, request_token_s: the API server's time for a request and for each of its prompt tokens, before the engine
-    core sees it; it has one thread, so requests wait for each other there. first_token_s: from the end of a request's
-    last prefill step to its first byte; no other request waits for that.
+    core sees it; the API server has one thread, so requests wait for each other. first_token_s: from the end of a
+    request's last prefill step to its first byte; no other request waits for that.
     """
 
     base_s: float
@@ -87,7 +87,7 @@ PRESETS = {
 
 
 def load_costs(name: str) -> StepCosts:
-    """Return the costs that ``name`` means: a preset, a factor for the preset ``demo``, or a file of ``calibrate``.
+    """Return the costs for ``name``: a preset, a factor by which ``demo`` is slowed, or a file of ``calibrate``.
 
     Raises ValueError.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TailPool(BlockPool):
-    """Follows the requests of its scheduler. clock: monotonic seconds."""
+    """A ``BlockPool`` that its scheduler tells of each request (``Follower``). clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TailPool(BlockPool):
         return super().allocate(count)
 
     def _give_up(self, count: int) -> None:
-        """Move as many tagged blocks to the front as ``count`` new blocks would otherwise evict."""
+        """Move as many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
         now, silent = self._clock(), self.eviction.is_silent
         for _ in takewhile(lambda block: self._hash_of[block] is None or silent(block, now), self._free):
             count -= 1

@@ -1,7 +1,7 @@
 """Engines on a virtual clock: the same scheduler and block pool as over HTTP, but minutes of load take seconds.
 
-Events are ordered by time. The router under test learns the same as the router of a real fleet. It may add events of
-its own (``at`` with ``duty``), which do not keep a run from ending.
+Events are ordered by time. The router under test is told the same as a router of a real fleet. The router may add
+events of its own (``at`` with ``duty``), which do not keep a run from ending.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Answered:
 class Router(Protocol):
     """The router under test. Its methods are called in order of time, with virtual seconds.
 
-    choose: the engine's number, or None for a request that the router keeps back: it calls ``VirtualFleet.send`` or
-    ``refuse`` later.
+    choose: returns the engine's number, or None if the router keeps the request back and will call
+    ``VirtualFleet.send`` or ``refuse`` later.
     """
 
     async def choose(self, request: Request, arrival: Arrival, now: float) -> int | None: ...
@@ -60,8 +60,8 @@ class Router(Protocol):
 class VirtualEngine:
     """A scheduler with the step under way.
 
-    step_ends: when the step under way is over, or the last one was. busy_s: seconds in steps. work_tokens: computed
-    prefill tokens.
+    step_ends: when the step under way will end, or else the last step ended. busy_s: seconds in steps. work_tokens:
+    computed prefill tokens.
     """
 
     def __init__(self, scheduler: Scheduler, costs: StepCosts) -> None:
@@ -69,7 +69,7 @@ class VirtualEngine:
         self.costs = costs
         self.step: Step | None = None
         self.step_ends = 0.0
-        self.collect_at = math.inf  # when its outputs that need no step are looked for next
+        self.collect_at = math.inf  # when outputs that need no step are collected next
         self.api_free = 0.0
         self.busy_s = 0.0
         self.work_tokens = 0
@@ -133,7 +133,7 @@ class VirtualFleet:
         return self.served
 
     def at(self, when: float, event: Event, *, duty: bool = False) -> None:
-        """Call ``event`` at the time ``when``. duty: it does not keep the run from ending."""
+        """Call ``event`` at the time ``when``. duty: the event does not keep the run from ending."""
         self._left += not duty
         heapq.heappush(self._events, (when, next(self._order), duty, event))
 
@@ -163,7 +163,7 @@ class VirtualFleet:
         self._open[request] = (at, number, session)
         engine = self.engines[number]
         engine.api_free = max(engine.api_free, now) + engine.costs.arrival_seconds(request.prompt_tokens)
-        if engine.api_free <= now:  # at once, so that the router's next look at the engine finds the request
+        if engine.api_free <= now:  # at once, so that the router sees the request in the engine's load
             engine.scheduler.add(request)
             self.at(now, partial(self._next_step, number))
         else:

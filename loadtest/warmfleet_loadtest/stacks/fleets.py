@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 #: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/choosers/chooser_port``).
 CHOSEN = ("oracle", "central")
-AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same replica
+AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same router
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
 #: `warmfleet bridge`; or from the requests that it sent to them. In a mixed fleet every third engine has the plugin.
 CONNECTIONS = ("bridge", "approximate", "mixed")
@@ -67,10 +67,9 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engines of a run, in the words of their command line.
+    """The engines of a run, as the options of their command line, and whether haproxy stands before the routers.
 
-    blocks: per engine. decode_s: wall seconds per token in fcfs mode. haproxy: it stands before the routers, even
-    before a single one.
+    blocks: per engine. decode_s: wall seconds per token of an answer in fcfs mode. haproxy: also before one router.
     """
 
     engines: int
@@ -158,9 +157,9 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
 def _start_connected(
     processes: Processes, connection: str, setup: Setup, store: str, name: str = "engines"
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Start engines and connect them to the store. Returns their URLs, and those that replicas must be told.
+    """Start engines and connect them to the store. Returns all URLs, and those that routers get by their settings.
 
-    name: of their process.
+    name: of the engines' process.
     """
     if connection == "mixed":
         started: list[str] = []
@@ -225,7 +224,7 @@ def _start_replicas(
 ) -> list[int]:
     ports = free_ports(fleet.replicas)
     environment = {"WARMFLEET_APPROVED_TEMPLATES": "*"}  # the templates are those of our own engines
-    environment["WARMFLEET_ADMIN_PORT"] = "0"  # operators use the same port
+    environment["WARMFLEET_ADMIN_PORT"] = "0"  # the operators' API is on the same port
     if static_workers:
         environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)
     for number, port in enumerate(ports):
@@ -249,12 +248,12 @@ def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], eve
 
 
 def _all_healthy(url: str, engines: int) -> bool:
-    """Return whether a peer knows all its engines. Both peers answer /health earlier than that."""
+    """Return whether a peer router finds all its engines healthy; its /health may answer earlier than that."""
     return bool((get_json(url) or {}).get("healthy_workers") == engines)
 
 
 def balancer_config(ports: Sequence[int], *, readyz: bool) -> str:
-    """Return the load test's haproxy.cfg with these servers. readyz: check by GET /readyz, else by connecting."""
+    """Return the load test's haproxy.cfg for these ports. readyz: check servers by GET /readyz, else by connecting."""
     lines = HAPROXY_CONFIG.read_text().splitlines()
     if not readyz:
         lines = [line for line in lines if "httpchk" not in line]

@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 MODEL = "loadtest"
 WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
 SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
-WATCH_S = 0.5  # time between two looks at the processes
+WATCH_S = 0.5  # time between two checks that the processes run
 TERMINATE_S = 10.0  # longest time for a process to end by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The processes of a stack. replicas, engines: at the begin. blocks: in the cache of an engine.
+    """The numbers of processes. replicas, engines: at the begin. blocks: in the cache of an engine.
 
-    step_time: a preset of ``step_costs``. spare_replicas, spare_engines: places for those that join later.
+    step_time: a preset of ``step_costs``. spare_replicas, spare_engines: ports for processes that join later.
     """
 
     replicas: int = 3
@@ -60,7 +60,7 @@ class Size:
 
 
 class LocustStack(Processes):
-    """``start`` starts everything but Locust; ``spawn`` Locust then. url: that of haproxy."""
+    """Call ``start`` for everything but Locust, and then ``spawn`` for Locust. url: haproxy's address."""
 
     def __init__(self, folder: Path, fleet: str = WARMFLEET, size: Size | None = None) -> None:
         super().__init__(folder)
@@ -73,7 +73,7 @@ class LocustStack(Processes):
         self.replicas = {f"replica-{place + 1}": next(ports) for place in range(replicas)}
         self.engines = {f"engine-{place + 1}": next(ports) for place in range(engines)}
         self._started: list[str] = []
-        self._gone_s: dict[str, float] = {}  # CPU seconds of processes that were taken away, by kind
+        self._gone_s: dict[str, float] = {}  # CPU seconds of processes that were stopped, by kind
         self._store = ""
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class LocustStack(Processes):
         command = [sys.executable, "-m", "warmfleet", "serve", "--port", str(self.replicas[name])]
         environment = {"WARMFLEET_REDIS_URL": self._store, "WARMFLEET_MODELS": MODEL}
         environment["WARMFLEET_APPROVED_TEMPLATES"] = "*"  # the templates are those of our own engines
-        environment["WARMFLEET_ADMIN_PORT"] = "0"  # several replicas on this machine: /workers is on their own port
+        environment["WARMFLEET_ADMIN_PORT"] = "0"  # the operators' API is on the same port
         self.spawn("replicas", name, command, environment)
 
     def spare(self, places: Mapping[str, int]) -> str:
@@ -156,7 +156,7 @@ class LocustStack(Processes):
             self._gone_s[kind] = self._gone_s.get(kind, 0.0) + times.user + times.system
 
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds so far, by kind, with children and with processes that were taken away."""
+        """Return CPU seconds so far, by kind of process, with child processes and processes that were stopped."""
         spent = super().cpu_s()
         return {kind: spent.get(kind, 0.0) + self._gone_s.get(kind, 0.0) for kind in {**spent, **self._gone_s}}
 

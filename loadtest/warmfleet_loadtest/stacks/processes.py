@@ -24,7 +24,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Below the ports that operating systems give to outgoing connections: one of these could take the port meanwhile.
+#: Ports below those that operating systems give to outgoing connections, which could take a free port meanwhile.
 PORTS = range(20_000, 32_768)
 READY_S = 90.0  # longest time for a process to become ready
 POLL_S = 0.05
@@ -73,8 +73,8 @@ class Processes:
     ) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to a log.
 
-        kind: under which ``cpu_s`` counts its CPU time. environment: variables beside our own. Raises StackError if it
-        cannot be started at all.
+        kind: under which ``cpu_s`` counts its CPU time. environment: variables beside those of this process. Raises
+        StackError if the process cannot be started at all.
         """
         try:
             with self._log(name).open("ab") as log:
@@ -108,9 +108,9 @@ class Processes:
             time.sleep(POLL_S)  # polled, because a child process gives no signal when it is ready
 
     def check(self, *names: str, within_s: float = 0.0) -> None:
-        """Raise StackError, with the end of the log, if one of these processes has ended. Without names: any of all.
+        """Raise StackError, with the log's last lines, if one of these processes (no names: any process) has ended.
 
-        within_s: seconds of looking, because a killed process closes its sockets a moment before its end is known.
+        within_s: for how long to check, because a killed process closes its sockets a moment before its end is known.
         """
         until = time.monotonic() + within_s
         while True:
@@ -133,7 +133,7 @@ class Processes:
         return "\n".join(self.log(name).splitlines()[-TAIL_LINES:])
 
     def cpu_s(self) -> dict[str, float]:
-        """Return CPU seconds so far, by kind, with children."""
+        """Return CPU seconds so far, by kind of process, with child processes."""
         spent: dict[str, float] = {}
         for kind, process in self._running.values():
             with suppress(psutil.Error):  # the process has ended; ``check`` reports that
@@ -200,9 +200,9 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """Return whether a replica can use ``workers`` workers and is ready; else haproxy would take it for down.
+    """Return whether a replica can use ``workers`` workers and is ready (until then haproxy takes it for down).
 
-    All must be proven, but for engines that join by their URL alone, which are never more than approximate.
+    All workers must be proven, except engines given by their URL alone, which stay approximate.
     """
     found = get_json(f"{url}/workers") or {"models": []}
     listed = [worker for model in found["models"] for worker in model["workers"]]
@@ -214,7 +214,7 @@ def replica_ready(url: str, workers: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free now. Another server may take one meanwhile, and then the start of ours fails."""
+    """Return ports that are free now. If another program takes one meanwhile, our process fails to start."""
     free: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(free) == count:

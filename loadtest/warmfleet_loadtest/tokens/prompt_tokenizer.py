@@ -25,7 +25,7 @@ _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
 
 
 class PromptError(ValueError):
-    """A prompt cannot be made into token ids."""
+    """A prompt cannot be turned into token ids."""
 
 
 class PromptTokenizer:
@@ -96,7 +96,7 @@ class PromptTokenizer:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """(token id, text) of words. The text of any sequence of words is encoded to the same ids again."""
+        """(token id, text) of words. Texts joined in any order are encoded to the ids of their words again."""
         vocabulary = self.tokenizer.get_vocab()
         found = sorted((token_id, token) for token, token_id in vocabulary.items() if _WORD.match(token))
         if not found:
@@ -114,7 +114,7 @@ class PromptTokenizer:
         return dict(self.words)
 
     def decoded(self, token_ids: Sequence[int]) -> list[str]:
-        """Return for each token id its own text. The ids need not be those of words."""
+        """Return the text of each token id, which need not be in ``words``."""
         return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -167,7 +167,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """Turn a tool as vLLM does for a template: known fields in their order, some of the missing ones as null."""
+    """Return a tool as vLLM gives it to a template: known fields in a fixed order, some missing ones as null."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise PromptError("every tool needs a function with a name")

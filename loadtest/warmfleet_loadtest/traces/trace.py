@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 16  # number of tokens of a replayed block
 FIRST_TOKEN, TOKENS = 256, 4_096  # the 4,096 token ids from 256 on are words in any byte-level vocabulary
 SHARED = "../shared/traces"  # a folder beside the checkout; the traces are no part of this repository
-DECODE_S = 0.02  # length of decoding a token of an answer in a trace's own time, as in published simulations
+DECODE_S = 0.02  # trace seconds to decode a token of an answer, as in published simulations
 
 
 @dataclass(frozen=True, slots=True)
 class Public:
-    """A public trace, and the set-up that it is measured with.
+    """A public trace, and the settings for its benches.
 
-    rows: the number of requests that are played, from the first on. speed: trace seconds per second. blocks: of each of
-    eight engines. step_time: a preset of ``step_costs``; fcfs mode takes the preset of this name with ``-fcfs``.
+    rows: the number of requests that are played, from the first on. speed: trace seconds per second. blocks: per
+    engine, with eight engines. step_time: a preset of ``step_costs``; fcfs mode takes the preset with ``-fcfs`` added.
     """
 
     file: str
@@ -51,7 +51,7 @@ class Arrival:
     """A request of a trace.
 
     at_s: when it arrives, in the trace's own time. think_s: in a closed loop, the time from the session's previous
-    answer to its arrival, which counts instead.
+    answer to this request, used instead of at_s.
     """
 
     at_s: float
@@ -65,7 +65,7 @@ class Arrival:
 class Trace:
     """Arrivals in order. closed: a session's next request waits for its previous answer.
 
-    scale: the number of tokens of the trace for which one token of an arrival stands.
+    scale: the number of tokens of the original trace that one token of an arrival stands for.
     """
 
     name: str
@@ -104,7 +104,7 @@ def find(path: str | None = None) -> Path | None:
 def open_trace(path: str | None = None, rows: int | None = None, seed: int = 0) -> Trace:
     """Load the trace that ``find`` finds, with tokens by ``seed``, or generate one of the same shape.
 
-    A generated trace has other arrivals with every seed. Raises FileNotFoundError, or ValueError for another format.
+    A generated trace has different arrivals for each seed. Raises FileNotFoundError, or ValueError for another format.
     """
     found = find(path)
     return generate(rows or 600, seed) if found is None else load(found, rows, seed)
@@ -149,7 +149,7 @@ class _Reader:
         think = None
         if self._closed and session in self._last:
             then, tokens = self._last[session]
-            think = max(0.0, row["t"] - then - DECODE_S * tokens)  # the gaps of such a trace contain the decoding
+            think = max(0.0, row["t"] - then - DECODE_S * tokens)  # a closed trace's gaps contain the decoding
         self._last[session] = (row["t"], row["out"])
         return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
 

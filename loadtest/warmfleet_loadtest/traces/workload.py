@@ -12,7 +12,7 @@ from warmfleet_loadtest.traces.trace import FIRST_TOKEN, TOKENS, Arrival, Trace
 class Mix:
     """A mixed load of conversations, questions on shared documents (document_share) and single requests (single_share).
 
-    rate: requests per second.
+    rate: requests per second. Pairs are the least and the greatest number.
     """
 
     rate: float
@@ -39,7 +39,7 @@ class _Session:
 
 
 def mixed(mix: Mix) -> Trace:
-    """Make open-loop Poisson arrivals. A conversation's later turn has random tokens for the answer before it."""
+    """Make open-loop Poisson arrivals. In a conversation random tokens stand for the answers to earlier turns."""
     generator = random.Random(mix.seed)
     systems = [_tokens(generator, mix.system_tokens) for _ in range(mix.system_prompts)]
     documents = [_tokens(generator, generator.randint(*mix.document_tokens)) for _ in range(mix.documents)]

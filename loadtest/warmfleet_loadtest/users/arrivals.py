@@ -47,14 +47,14 @@ class Arrivals:
         source = random.Random(f"{self.seed} {self.shape} arrivals")
         gap = 1 / self.rate
         if self.shape == "constant":
-            at = gap * source.random()  # several sources do not arrive at the same moment
+            at = gap * source.random()  # so that several sources do not send at the same moments
             while at < self.seconds:
                 yield at
                 at += gap
             return
         factor, most = self._factor()
         at = 0.0
-        while True:  # thinning makes arrivals at the highest rate, and keeps each by the ratio of the rate at its time
+        while True:  # thinning: make arrivals at the highest rate, and keep each with probability rate / highest rate
             at += source.expovariate(most * self.rate)
             if at >= self.seconds:
                 return
@@ -62,7 +62,7 @@ class Arrivals:
                 yield at
 
     def _factor(self) -> tuple[Callable[[float], float], float]:
-        """Return (a function: rate at a time over mean rate, its largest value)."""
+        """Return (a function of the time: rate then / mean rate; the largest value of this function)."""
         day = self.seconds if math.isfinite(self.seconds) else ENDLESS_DAY_S
         if self.shape == "burst":
             between = (BURST_PERIOD_S - BURST_FACTOR * BURST_S) / (BURST_PERIOD_S - BURST_S)

@@ -15,14 +15,14 @@ WARM_UP = 0.1  # first share of the run, whose requests count in no figure but t
 # failed, because it says little about the shared decision. On a crowded 2-core machine runs had 0 to 6 % fallbacks, as
 # the store waited for a CPU longer than the routers wait for the store.
 FALLBACK_SHARE = 0.2
-KILL_WINDOW_S = 3.0  # time after a kill in which connections may break: two health checks of 1 s, and new tries
-STOP_WINDOW_S = 6.0  # the same after a stop, with the seconds that a stopping engine gives its open requests
-BUSY_SHARE = 0.8  # share of a core (for programs with one thread) or of all cores above which figures are doubtful
+KILL_WINDOW_S = 3.0  # time after a kill in which connections may break: two health checks of 1 s, and retries
+STOP_WINDOW_S = 6.0  # the same after a stop; a stopping engine gives its open requests some seconds
+BUSY_SHARE = 0.8  # CPU share (of a core for one-thread programs, else of all cores) above which figures are doubtful
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The coming or going of a process. at_s: seconds from the begin. action: ``kill``, ``stop`` or ``add``."""
+    """A process that was added or taken away. at_s: seconds from the begin. action: ``kill``, ``stop`` or ``add``."""
 
     at_s: float
     action: str
@@ -40,10 +40,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """A run as its driver saw it.
+    """The results of a run against one fleet.
 
-    summary: as Locust's process wrote it. sessions: connections per server behind haproxy. cpu_s: seconds by kind of
-    process. locust_status: Locust's exit status; 1 = it saw failures. seconds: of arrivals.
+    summary: as Locust's process wrote it. sessions: connections per server behind haproxy. cpu_s: CPU seconds by kind
+    of process. locust_status: Locust's exit status; 1 = requests failed. seconds: how long requests arrived.
     """
 
     fleet: str
@@ -65,7 +65,7 @@ class FleetRun:
 
     @cached_property
     def figures(self) -> dict[str, dict[str, float]]:
-        """By kind, without the warm-up; ``sent``, ``answered`` and ``failed`` are those of the whole run."""
+        """Figures by kind of request, without the warm-up; ``sent``, ``answered``, ``failed``: of the whole run."""
         found = figures(self.tally, self.began + WARM_UP * self.seconds, self.began + self.seconds)
         whole = figures(self.tally, 0.0)
         return {
@@ -134,7 +134,7 @@ HEAD = ("requests", "sent", "failed", "hit ratio", "TTFT mean", "p50", "p90", "p
 
 
 def rows(run: FleetRun) -> list[tuple[str, ...]]:
-    """Return a row of cells for each kind, as HEAD names them. Times are in ms."""
+    """Return a row of cells for each kind of request, with the columns of HEAD. Times are in ms."""
     ttft, gap = ("ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99"), ("gap_p50", "gap_p99")
     return [
         (

@@ -1,4 +1,4 @@
-"""The report of a load test: a page with figures, and plots with marks where a process came or went."""
+"""The report of a load test: a page with figures, and plots that mark when a process was added or taken away."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save_report(folder: Path, runs: Sequence[FleetRun]) -> Path:
     for name, figure in plots.items():
         save_figure(figure, folder / f"{name}.svg")
     texts = [(folder / f"{name}.svg").read_text() for name in plots]
-    drawn = [svg[svg.index("<svg") :] for svg in texts]  # without the lines before a whole document
+    drawn = [svg[svg.index("<svg") :] for svg in texts]  # without the XML declaration, so that a page can hold it
     page = folder / "report.html"
     page.write_text(
         _PAGE.format(plan=escape(plan_text(runs[0])), fleets="\n".join(map(_section, runs)), plots="\n".join(drawn))
@@ -88,7 +88,7 @@ def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]
 
     def over(names: dict[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-        """Return a line per fleet and figure. names: of the figures, with their words in the legend."""
+        """Return a line per fleet and figure. names: of the figures, each with its text for the legend."""
         return {
             f"{fleet}{label}": ([at for at, _ in found[name]], [value for _, value in found[name]])
             for fleet, found in lines.items()

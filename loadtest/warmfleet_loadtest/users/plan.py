@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 TRACE_KIND = "trace"
 DEFAULT_MIX = ",".join(f"{kind}={made.share:g}" for kind, made in SESSIONS.items())
 DEFAULT_RATE = 4.0  # requests per second
-LEAD_S = 1.0  # time from the plan to the first arrival, in which the processes of a distributed run get the plan
-MOST_SLOTS = 600  # most stretches of a run for which figures are kept apart
+LEAD_S = 1.0  # time from the plan to the first arrival, in which all processes of a run get the plan
+MOST_SLOTS = 600  # most intervals of a run for which figures are counted separately
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of a run, the same for all processes.
 
-    mix: parts of the requests by kind. rate: requests per second, all kinds and processes together. seconds: of
-    arrivals; infinite = until stopped. sources: of each kind, one per process. began: Unix time of the first arrivals.
+    mix: share of the requests by kind. rate: requests per second, all kinds and processes together. seconds: how long
+    requests arrive; infinite = until stopped. sources: number per kind, one per process. began: Unix time of the begin.
     """
 
     mix: dict[str, float]
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def slot_s(self) -> float:
-        """Seconds of the stretches for which figures are kept apart."""
+        """Length in seconds of the intervals for which figures are counted separately."""
         return max(1.0, math.ceil(self.seconds / MOST_SLOTS)) if math.isfinite(self.seconds) else 10.0
 
 
@@ -69,7 +69,7 @@ def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1
 
 
 def mix_of(text: str) -> dict[str, float]:
-    """Return the parts of ``chat=4,rag=3``; kinds with 0 are left out. Raises ValueError."""
+    """Return the shares by kind that a text such as ``chat=4,rag=3`` names, without shares of 0. Raises ValueError."""
     mix: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         kind, _, share = part.partition("=")

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.tally import Tally
 
 ALL = "all"
-BUSY_SHARE = 0.8  # most CPU time of a load generator, as a share of a core; a busier one measures itself
-LATE_SHARE = 0.05  # most lateness of its requests at p99, as a share of the mean TTFT
+BUSY_SHARE = 0.8  # most CPU time of a load generator, as a share of a core; a busier one measures its own delay
+LATE_SHARE = 0.05  # most lateness of a generator's requests (p99), as a share of the mean TTFT
 
 
 def figures(tally: Tally, since: float, until: float = float("inf")) -> dict[str, dict[str, float]]:
-    """Return the figures by kind, and under ALL. since, until: Unix times; what lies outside is left out."""
+    """Return the figures by kind, and of all kinds under ALL, counted between the Unix times since and until."""
     counts, kinds = tally.total(since, until), tally.kinds()
     named = {kind: [kind] for kind in kinds} | {ALL: kinds}
     return {name: _of_kinds(counts, chosen) for name, chosen in named.items()}
@@ -48,8 +48,8 @@ def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
 def generator(tally: Tally, seconds: float) -> dict[str, Any]:
     """Return the load generator's own health over a run of ``seconds``.
 
-    busiest_share: of a core, the busiest of its processes. lag_p99_ms: how late the loop of any of them was.
-    late_p99_ms: how late requests were sent. was_busy, was_late: the figures may be its own rather than the fleet's.
+    busiest_share: of a core, used by the busiest of its processes. lag_p99_ms: how late the event loops of these were.
+    late_p99_ms: how late requests were sent. was_busy, was_late: the figures may show the generator, not the fleet.
     """
     counts = tally.total()
     cpu_s = {name: used / 1e6 for name, used in _named(counts, "cpu").items()}
@@ -69,7 +69,7 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
 
 
 def by_name(tally: Tally, name: str) -> dict[str, int]:
-    """Return a counter of the whole run by what it counts, such as ``worker`` by its id."""
+    """Return the counter ``name`` of the whole run by what it counts, for example ``worker`` by the workers' ids."""
     return dict(sorted(_named(tally.total(), name).items()))
 
 
@@ -79,10 +79,10 @@ def _named(counts: Counter[str], name: str) -> dict[str, int]:
 
 
 def over_time(tally: Tally, began: float, seconds: float, window_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Return by figure (seconds from the begin, value) of stretches of ``window_s`` seconds.
+    """Return by figure (seconds from the begin, value) of intervals of ``window_s`` seconds.
 
-    rate: requests per second. hit_ratio: share of prompt tokens. ttft_p50, ttft_p90, gap_p50: ms; a stretch without
-    answers has none of these. failed, broken: numbers. began: Unix time. seconds: of the run.
+    rate: requests per second. hit_ratio: share of prompt tokens. ttft_p50, ttft_p90, gap_p50: ms; an interval without
+    answers has no value of these. failed, broken: numbers. began: Unix time. seconds: length of the run.
     """
     lines: dict[str, list[tuple[float, float]]] = {}
     kinds = tally.kinds()

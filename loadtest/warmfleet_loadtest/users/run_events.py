@@ -1,6 +1,6 @@
 """The begin and the end of a run with Locust, and the sum of the counts of its processes.
 
-With ``--processes N`` the master only gathers and shows: N worker processes send the requests, each 1/N of the rate.
+With ``--processes N`` the master only sums and shows counts: N workers send the requests, each 1/N of the rate.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.plan import Plan
 
 SUMMARY_S = 2.0  # time between two writings of the summary
-WATCH_S = 0.25  # time between two looks at the CPU time and the loop of a process
+WATCH_S = 0.25  # time between two measurements of a process's CPU time and event loop lag
 FINISH = "warmfleet-finish"  # name of the message by which the master tells its workers to begin no further request
 TAB = "warmfleet"
 COLUMNS = {
@@ -51,12 +51,12 @@ log = logging.getLogger("warmfleet.loadtest")
 
 
 class OpenLoop(LoadTestShape):
-    """Starts a source of each kind in every process, and ends the run when the last request is answered."""
+    """Starts one user (source) of each kind in every process, and ends the run when the last request is answered."""
 
     def tick(self) -> tuple[int, float, list[Any]] | None:
         """Return the number and classes of users that should run; None ends the run. Locust asks every second."""
         runner: Any = self.runner
-        if runner.shape_last_tick is None:  # the first look of this run
+        if runner.shape_last_tick is None:  # the first call in this run
             return self._begin(runner)
         users: tuple[int, float, list[Any]] = runner.shape_last_tick
         return users if runner.environment.conductor.busy else None
@@ -67,7 +67,7 @@ class OpenLoop(LoadTestShape):
         options.plan_began = time.time() + LEAD_S
         try:
             plan = environment.conductor.plan()
-        except ValueError as error:  # from the web page; ``prepare`` refuses those of the command line
+        except ValueError as error:  # of the web page's options; ``prepare`` checks those of the command line
             log.error("%s", error)  # noqa: TRY400  # the sentence says all
             return None
         classes = [user for user in environment.user_classes if user.kind in plan.mix]
@@ -88,7 +88,7 @@ class Conductor:
         environment.conductor = self
         environment.warmfleet = Run(self.plan())
         if options.trace:
-            open_trace(options.trace, options.rows or None)  # a source that could not read it would never end
+            open_trace(options.trace, options.rows or None)  # a source that cannot read the trace would never end
         events = environment.events
         events.test_start.add_listener(self._begin)
         gevent.spawn(self._watch)
@@ -148,7 +148,7 @@ class Conductor:
     # ------------------------------------------------ watching and writing
 
     def _watch(self) -> None:
-        """Count this process's CPU time, and how late its loop is."""
+        """Count this process's CPU time, and how late its event loop is."""
         process = psutil.Process()
         used = sum(process.cpu_times()[:2])
         while True:
@@ -183,7 +183,7 @@ class Conductor:
         path = Path(target)
         part = path.with_suffix(".part")
         part.write_bytes(orjson.dumps(found))
-        part.replace(path)  # a reader never sees half of it
+        part.replace(path)  # a reader never sees half a summary
 
     def _extend(self, web_ui: Any) -> None:
         """Add a page of our own to Locust's web pages, for the figures that its statistics lack."""
@@ -203,7 +203,7 @@ class Conductor:
 
 
 def table(found: dict[str, dict[str, float]]) -> list[dict[str, object]]:
-    """Return the rows of our page, by the keys of COLUMNS."""
+    """Return the rows of the page "Cache and tokens", by the keys of COLUMNS."""
     return [
         {
             "kind": kind,

@@ -21,7 +21,7 @@ _WORDS = "the cache of a model holds blocks that every request may share when it
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. path: below the server's address. body: without ``model`` and without the options of a stream."""
+    """A request. path: of the URL. body: without ``model`` and without the options of a stream."""
 
     path: str
     body: dict[str, object]
@@ -30,15 +30,15 @@ class Ask:
 class Session:
     """A session of one user: requests that follow each other, each after the answer to the one before.
 
-    kind: its name in options and statistics. share: of all requests, by default, in parts. key: the same for all
-    requests of a session and for no other session. shared: seeds the texts that several sessions share.
+    kind: its name in options and statistics. share: default share of the requests, relative to other kinds. key: the
+    session's own name, sent with all its requests. shared: the seed of texts that several sessions share.
     """
 
     kind: ClassVar[str] = ""
     share: ClassVar[float] = 0
     turns: ClassVar[tuple[int, int]] = (1, 1)  # at least, at most
     think_s: ClassVar[float] = 0.0  # mean seconds between an answer and the next request
-    words: ClassVar[tuple[int, int]] = (20, 100)  # of what is new in a request
+    words: ClassVar[tuple[int, int]] = (20, 100)  # fewest and most new words in a request
     answer_tokens: ClassVar[int] = 96
 
     def __init__(self, key: str, shared: str) -> None:
@@ -48,7 +48,7 @@ class Session:
         self.messages = self.opening(shared)
 
     def opening(self, shared: str) -> list[dict[str, str]]:
-        """Return the messages that stand before the user's first own words."""
+        """Return the messages before the user's first question."""
         raise NotImplementedError
 
     def question(self) -> str:
@@ -62,7 +62,7 @@ class Session:
         return Ask("/v1/chat/completions", {"messages": self.messages, "max_tokens": self.answer_tokens})
 
     def answered(self, text: str) -> float | None:
-        """Take an answer. Returns after how many seconds the session goes on, or None if that was its last request."""
+        """Add an answer. Returns the seconds until the session's next request, or None if there is no next one."""
         self.messages.append({"role": "assistant", "content": text})
         return self.random.expovariate(1 / self.think_s) if self._left > 0 else None
 
@@ -105,7 +105,7 @@ class Agent(Session):
     kind = "agent"
     share = 2
     turns = (6, 16)
-    think_s = 0.5  # for the tool to answer
+    think_s = 0.5  # mean seconds that a tool takes
     words = (10, 160)
     answer_tokens = 32
     roles: ClassVar[int] = 3
@@ -137,7 +137,7 @@ class OneOff(Session):
 
 @dataclass(slots=True)
 class Pool:
-    """The sessions of one source that wait for their next request. begin: makes the session of a number."""
+    """The sessions of one source that wait for their next request. begin: makes a session, given its number."""
 
     begin: Callable[[int], Session]
     _waiting: list[tuple[float, int, Session]] = field(default_factory=list)  # a heap: (ready when, tie, session)
@@ -150,11 +150,11 @@ class Pool:
         return self.begin(next(self._numbers))
 
     def give_back(self, session: Session, ready_at: float) -> None:
-        """Let this session go on at that time."""
+        """Let this session send its next request from ``ready_at`` on."""
         heapq.heappush(self._waiting, (ready_at, next(self._numbers), session))
 
 
-#: By kind.
+#: Classes of sessions by kind.
 SESSIONS: dict[str, type[Session]] = {made.kind: made for made in (Chat, Rag, Agent, OneOff)}
 
 
@@ -162,12 +162,12 @@ def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-@lru_cache(maxsize=128)  # more than there are, lest a request be late by the 1 ms that a text of 1,200 words takes
+@lru_cache(maxsize=128)  # holds all shared texts: making one of 1,200 words would send a request 1 ms late
 def shared_prose(shared: str, name: str, number: int, words: int) -> str:
-    """Make a text that sessions share."""
+    """Make the shared text that ``name`` and ``number`` identify."""
     return prose(random.Random(f"{shared} {name} {number}"), words)
 
 
 def prose(source: random.Random, words: int) -> str:
-    """Make a text of as many words as ``words`` says."""
+    """Make a text of ``words`` words."""
     return " ".join(f"{source.choice(_WORDS)}{source.randrange(100)}" for _ in range(words))

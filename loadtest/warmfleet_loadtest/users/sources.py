@@ -1,8 +1,8 @@
 """Locust's users: each is a source whose requests arrive in an open loop, by the plan of the run.
 
-A Locust user elsewhere is a person who waits for each answer. Here a user of each kind stands for everybody, and begins
-a request whenever one is due. A request continues the session of its kind that has been ready for longest; where none
-is ready (all wait for their answers, or their users think), it begins another session. So the rate is always that of
+Usually a Locust user is a person who waits for each answer. Here one user of each kind stands for all people, and sends
+a request whenever one is due. A request continues the session of its kind that has been ready for longest; if none is
+ready (all wait for answers, or their people think), the request begins a new session. So the rate is always that of
 the plan, and within a session a request still comes after the answer to the one before.
 """
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.users.plan import Plan
 
-MOST_OPEN = 2_000  # most open requests of a source; a further one counts as failed, lest a dead server fill the memory
-LOOK_S = 0.5  # time between two looks whether the run was ended early
+MOST_OPEN = 2_000  # most open requests of a source; more count as failed, so that a dead server fills no memory
+LOOK_S = 0.5  # time between two checks whether the run was ended early
 
 
 log = logging.getLogger("warmfleet.loadtest")
@@ -39,7 +39,7 @@ log = logging.getLogger("warmfleet.loadtest")
 
 @dataclass(slots=True)
 class Run:
-    """The state that the sources of a process share. ended: no further request may begin. sources: the started ones."""
+    """The state that the sources of a process share. ended: no further request may be sent. sources: those started."""
 
     plan: Plan
     tally: Tally = field(default_factory=Tally)
@@ -53,7 +53,7 @@ class Run:
 
 
 class TooMany(Exception):  # noqa: N818  # a result of a load test, not a fault of it
-    """A request was due, but MOST_OPEN requests of this source wait for their answers."""
+    """A request was due, but MOST_OPEN requests of this source are already unanswered."""
 
 
 class Source(User):
@@ -106,7 +106,7 @@ class Source(User):
                 self.open.add(gevent.spawn(self.begin, due))
 
     def on_stop(self) -> None:
-        """Let open requests end, at the latest by their own time-outs."""
+        """Wait until all open requests have ended, at the latest by their own time-outs."""
         self.open.join(timeout=TRIES * TIMEOUT_S)
 
     @property
@@ -139,7 +139,7 @@ class Source(User):
         self.tally.broke(reason.kind, time.time())
 
     def _fire(self, row: str, seconds: float, length: int, failure: Exception | None = None) -> None:
-        """Count in Locust's own statistics, which its web page shows."""
+        """Count a time in Locust's own statistics, which its web page shows."""
         self.environment.events.request.fire(
             request_type=row,
             name=self.kind,
@@ -201,7 +201,7 @@ class OneOffUser(SessionSource):
 
 
 class TraceUser(Source):
-    """Plays a trace: `--trace conversation`, `--trace agents` or a file of this format (loadtest/README.md).
+    """Plays a trace: `--trace conversation`, `--trace agents` or a file in the format of loadtest/README.md.
 
     Requests have the trace's own times, divided by --speed. In a trace with a closed loop a session's next request
     waits for its previous answer. With several processes each plays its share of the sessions.

@@ -31,7 +31,7 @@ class Refused(Exception):  # noqa: N818  # a result of a load test, not a fault 
     """The server's status was not 200, its stream held an error, or nothing came for TIMEOUT_S seconds."""
 
 
-class Broken(Exception):  # noqa: N818  # same
+class Broken(Exception):  # noqa: N818  # as above
     """The connection broke. kind: ``retried`` if no byte had come, ``cut`` if the stream had begun."""
 
     def __init__(self, kind: str, reason: BaseException) -> None:
@@ -66,7 +66,7 @@ class OpenAIClient:
         self.model = ""
 
     def find_model(self, broken: Callable[[Broken], None]) -> None:
-        """Ask for the first model that the server serves. Raises Refused or Broken when TRIES are used up."""
+        """Ask for the first model that the server serves. Raises Refused, or Broken after TRIES tries."""
         found = retried(lambda: self._get("/v1/models"), broken)
         try:
             self.model = str(found["data"][0]["id"])
@@ -119,7 +119,7 @@ class OpenAIClient:
 
 
 def retried(attempt: Callable[[], Result], broken: Callable[[Broken], None]) -> Result:
-    """Call ``attempt``, again if its connection breaks, and return its result. broken: called for every break."""
+    """Return the result of ``attempt``, called again if its connection breaks. broken: called for every break."""
     for left in reversed(range(TRIES)):
         try:
             return attempt()
@@ -135,7 +135,7 @@ def _kind(answer: Answer) -> str:
 
 
 def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
-    """Fill in the answer from its stream; return whether the stream ended as it should. Raises Refused."""
+    """Fill in the answer from its stream; return whether the stream ended with ``[DONE]``. Raises Refused."""
     pieces: list[str] = []
     latest = 0.0
     for event, now in _events(response):
@@ -157,7 +157,7 @@ def _read(response: http.client.HTTPResponse, answer: Answer) -> bool:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[tuple[dict[str, Any] | None, float]]:
-    """Yield (an event, when it came), with None for ``[DONE]``. Comments, such as signs of life, are left out."""
+    """Yield (an event, when it came), with None for ``[DONE]``. SSE comments, such as keep-alives, are left out."""
     partial = b""
     while piece := response.read1(READ_BYTES):
         now = time.perf_counter()

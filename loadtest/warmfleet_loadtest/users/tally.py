@@ -1,8 +1,8 @@
 """The counts of a run for which Locust's own statistics have no column.
 
-Every count belongs to a stretch of the run (a slot), so that reports can show how a run went and leave out its begin.
-Durations are kept as counts per rounded value. So a tally is bounded by the length of the run and not by its requests,
-and the tallies of several processes are added up.
+Every count belongs to an interval of the run (a slot), so that reports can plot counts over time and leave out the
+warm-up. Durations are kept as counts per rounded value. So a tally grows with the length of the run, not with its
+requests, and the tallies of several processes can be added up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.users.streaming import Answer
 
 SEPARATOR = "|"
-MOST_EVENTS = 1_000  # most single events that are kept with their times
+MOST_EVENTS = 1_000  # most broken connections, and most fallbacks, that are kept with their times
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Tally:
     # ------------------------------------------------ counting
 
     def slot(self, now: float) -> Counter[str]:
-        """Return the counters of a Unix time."""
+        """Return the counters of the slot that contains a Unix time."""
         return self.slots[int(now // self.slot_s)]
 
     def sent(self, kind: str, now: float) -> None:
@@ -93,7 +93,7 @@ class Tally:
         self.fallbacks.clear()
 
     def take(self) -> dict[str, Any]:
-        """Take out all counts since the last ``take``."""
+        """Return all counts since the last ``take``, and begin anew."""
         taken = self.as_json()
         self.clear(self.slot_s)
         return taken
@@ -122,11 +122,11 @@ class Tally:
     # ------------------------------------------------ figures
 
     def kinds(self) -> list[str]:
-        """Return the kinds that were sent."""
+        """Return the kinds of which a request was sent."""
         return sorted({name.split(SEPARATOR)[1] for name in self.total() if name.startswith("sent|")})
 
     def total(self, since: float = 0.0, until: float = float("inf")) -> Counter[str]:
-        """Return the counters of all slots that lie between two Unix times."""
+        """Sum up the counters of all slots that begin between two Unix times."""
         added: Counter[str] = Counter()
         for number, counts in self.slots.items():
             if since <= number * self.slot_s < until:

@@ -22,7 +22,7 @@ logger = logging.getLogger("warmfleet")
 def main(argv: Sequence[str] | None = None) -> int:
     args = options.parser().parse_args(argv)
     try:
-        from warmfleet_worker.bridge.bridge import Bridge  # after --help, which needs no package of others
+        from warmfleet_worker.bridge.bridge import Bridge  # after --help, which needs no third-party package
     except ModuleNotFoundError as error:
         print(MISSING.format(error.name), file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The blocks that one engine holds, as its KV events tell, under the block hashes that routers compute.
 
-Routers look a prompt up by a chain of hashes over its tokens. An engine's own hashes cannot always be computed by
-others (a random seed, pickle, another engine). So the bridge computes the chain itself, in one scheme for all engines:
+Routers look a prompt up by a chain of hashes over its tokens. Routers cannot always compute an engine's own hashes
+(random seed, pickle, not vLLM). So the bridge computes the chain itself, in one scheme for all engines:
 an event names the tokens of its blocks and the block before them, and the table keeps the chain of every known block.
 
 A published block is proved: an event has named the block, and every block before it is known down to the begin of
@@ -11,9 +11,9 @@ its prompt. Everything else is counted under a reason and left out.
 copy, except where it begins a prompt: a client can make vLLM repeat such events for blocks that are there already
 (``kv_cache_report_mode``). Such events count once, so the table may miss a copy, but never counts too many.
 
-**Doubt.** After lost events nothing is known to be there; the chains stay known. A later event proves the blocks that
-it names, and all blocks before them, because an engine computes a block on top of all earlier blocks. Blocks that lack
-a copy in the count are kept in doubt in the same way when they seem gone.
+**Doubt.** After lost events no block is certain to be cached still; the chains stay known. A later event proves the
+blocks that it names, and all blocks before them, because an engine computes a block on top of all earlier blocks. A
+block whose count may miss a copy is likewise kept in doubt, not forgotten, when its count falls to 0.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Sink(Protocol):
 class Block:
     """A block (or page) whose chain is known.
 
-    digest: of the chain up to its last whole block. tail: the tokens behind that, if pages are smaller than blocks.
-    block_hash: of the block that this page completes; empty if it completes none. copies: that are certainly there.
-    doubted: there may be more copies.
+    digest: of the chain up to its last whole block. tail: the tokens after that block, if pages are smaller than
+    blocks. block_hash: of the block that this page completes; empty if it completes none. copies: number of copies
+    that the engine certainly holds. doubted: the engine may hold more copies.
     """
 
     digest: bytes
@@ -69,8 +69,8 @@ class Block:
 class BlockTable:
     """Applies events in order, and tells ``sink`` every block hash that appears or disappears.
 
-    capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: the path of an
-    adapter by its name, None if it is not known. unproved: how many blocks were left out, by reason.
+    capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: returns an adapter's
+    path by its name, None if it is not known. unproved: number of blocks left out, by reason.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class BlockTable:
     ) -> None:
         self.scheme = scheme_of(page_tokens)
         self.unproved: Counter[str] = Counter()
-        self.other_groups = False  # the engine has further groups, so that it may lack blocks in between
+        self.other_groups = False  # the engine has further KV cache groups, so blocks inside a prefix may be missing
         self._sink = sink
         self._page_tokens = page_tokens
         self._group = group
         self._lora_path = lora_path
         self._limit = 2 * capacity + SPARE_BLOCKS
         self._blocks: dict[BlockKey, Block] = {}
-        self._held: Counter[bytes] = Counter()  # block hash -> blocks that complete it: two namespaces may share one
+        self._held: Counter[bytes] = Counter()  # block hash -> number of held blocks (engine keys) with this hash
         self._in_doubt = 0  # known blocks of which no copy is certain
 
     @property
@@ -137,7 +137,7 @@ class BlockTable:
         if len(event.token_ids) != len(event.keys) * self._page_tokens:
             self._leave_out(event, "tokens")
             return
-        if event.lookahead:  # two blocks of the same tokens would count as copies of one
+        if event.lookahead:  # blocks of equal tokens, but different next tokens, would count as copies of one
             self._leave_out(event, "lookahead")
             return
         lora = self._lora(event)
@@ -205,11 +205,11 @@ class BlockTable:
                     self._sink.stored(block.block_hash)
 
     def _prove_all_before(self, key: BlockKey) -> None:
-        """Note that all blocks before this one are there, because an engine computes a block on top of them."""
+        """Note that the engine holds all blocks before this one, because it computes a block on top of them."""
         if not self._in_doubt:
             return
         chain, at = [], self._blocks.get(key)
-        for _ in range(len(self._blocks)):  # bounded, whatever parents an engine names
+        for _ in range(len(self._blocks)):  # bounded, in case an engine names parents in a circle
             if at is None:
                 break
             if not at.copies:
@@ -247,7 +247,7 @@ class BlockTable:
         self.unproved[reason] += len(event.keys)
 
     def _keep_bound(self) -> None:
-        """Forget blocks in doubt, the oldest first, once there are too many; where that is not enough, all blocks."""
+        """If more than ``_limit`` blocks are known, forget the oldest in doubt; if that is not enough, all blocks."""
         if len(self._blocks) <= self._limit:
             return
         in_doubt = [key for key, block in self._blocks.items() if not block.copies]

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-#: Between the starts of two engines. A bridge that was restarted joins anew, and a worker that joins takes no requests
-#: until it is probed. So the engines join one after the other, and the fleet always has the others.
+#: Time between the starts of two engines. After a bridge's restart its engines join anew, and a worker that joins takes
+#: no requests until it is probed. So the engines join one by one, and meanwhile the fleet has the others.
 APART_SECONDS = 1.0
 LEAVE_SECONDS = 5.0  # longest wait until an engine that left the list has said goodbye
 STOP_SECONDS = 10.0  # longest time that all engines together may take to end
-TOKENIZERS = 8  # most tokenizers that are kept loaded, as files
+TOKENIZERS = 8  # most tokenizers whose files are kept in memory
 
 
 class Bridge:
@@ -36,8 +36,8 @@ class Bridge:
         self._redis_url = redis_url
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._stopping = stopping or threading.Event()
-        self._ending: list[BridgedEngine] = []  # not listed any more, and still busy
-        self._loading: dict[tuple[str, str], threading.Lock] = {}  # by the arguments; as many as tokenizers were listed
+        self._ending: list[BridgedEngine] = []  # engines not listed any more, whose threads still run
+        self._loading: dict[tuple[str, str], threading.Lock] = {}  # a lock for each pair of arguments
         self._tokenizers = lru_cache(TOKENIZERS)(tokenizer_files.load)
 
     def follow(self, wanted: Sequence[EngineOptions]) -> None:
@@ -49,7 +49,7 @@ class Bridge:
             engine.join(LEAVE_SECONDS)
             self._ending.append(engine)
         self._ending = [engine for engine in self._ending if not engine.ended]
-        busy = {engine.options.name for engine in self._ending}  # its name is free once it has said goodbye
+        busy = {engine.options.name for engine in self._ending}  # a name is free again once its engine has said goodbye
         for options in wanted:
             if options not in self.engines and options.name not in busy and not self._stopping.is_set():
                 engine = BridgedEngine(options, self._redis_url, self._context, self._load_tokenizer)
@@ -70,6 +70,6 @@ class Bridge:
             self._context.destroy(linger=0)
 
     def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Load a tokenizer, in seconds, once for all engines of its model; other models do not wait for it."""
+        """Load a tokenizer (takes seconds) once for all engines of its model; other models do not wait meanwhile."""
         with self._loading.setdefault((name, chat_template), threading.Lock()):
             return self._tokenizers(name, chat_template)

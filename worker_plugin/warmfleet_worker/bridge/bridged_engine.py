@@ -36,7 +36,7 @@ logger = logging.getLogger("warmfleet")
 CHECK_SECONDS = 2.0  # time between two checks of the health
 READ_SECONDS = 5.0  # time between two readings of metrics and names, which cost the API server milliseconds
 FAILURES = 3  # number of unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
-REFUSALS = 2  # the same number, where nothing listens at its address
+REFUSALS = 2  # number of such checks in a row if nothing listens at the engine's address
 CATCH_UP_SECONDS = 60.0  # longest replay of events before the engine joins all the same
 TOKENIZER_SECONDS = 60.0  # time between two tries to load a tokenizer from a hub that cannot be reached
 ADAPTERS_SECONDS = 1.0  # time between two look-ups of an adapter that is not known
@@ -60,7 +60,7 @@ class BridgedEngine:
         self.options = options
         self.api = EngineApi(options.url, options.api_key)
         self.ranks: list[Rank] = []
-        self.state = "not seen yet"  # words for people
+        self.state = "not seen yet"  # for the log; "reported" means that all is well
         self._redis_url = redis_url
         self._context = context
         self._load_tokenizer = load_tokenizer
@@ -83,20 +83,20 @@ class BridgedEngine:
     def stop(self, *, leave: bool = False) -> None:
         """Let all threads end. leave: the fleet is told that the engine is gone.
 
-        Else the fleet goes on using the engine as it knows it, as long as the engine answers: only the bridge goes.
+        Without ``leave`` only the bridge goes: the fleet uses the engine by its last reports, as long as it answers.
         """
         self._leaves = leave
         self._stopping.set()
         self._wake.set()
 
     def join(self, within_s: float) -> None:
-        """Wait for the end, but not longer: a thread that loads a tokenizer may take minutes more."""
+        """Wait for the thread's end up to ``within_s`` seconds: loading a tokenizer may take minutes more."""
         if self._thread.is_alive():
             self._thread.join(within_s)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it runs any more; only then may the engine be reported again under its name."""
+        """Whether the thread has ended; only then may the engine be reported again under its name."""
         return not self._thread.is_alive()
 
     # ------------------------------------------------ the thread
@@ -118,15 +118,15 @@ class BridgedEngine:
         self._end(leave=self._leaves)
 
     def _failed(self, error: Exception) -> None:
-        """Let an engine that is gone leave the fleet; an engine that only gives no answer gets some time."""
+        """Let an engine that is gone leave the fleet; one that only gives no answer leaves after FAILURES checks."""
         if not self.ranks:
             self._say(f"not usable: {error}")
             return
-        if isinstance(error, EngineDown) and error.unresolved:  # tells of the name server, not of the engine
+        if isinstance(error, EngineDown) and error.unresolved:  # a failure of the name server, not of the engine
             self._unresolved += 1
             if self._unresolved >= FAILURES:
                 self._say(f"not reachable from the bridge: {error}")
-                self._reading = replace(self._reading, work=0)  # not known to stand still
+                self._reading = replace(self._reading, work=0)  # unknown: unchanged work looks like a standstill
             return
         self._failures += 1
         gone = isinstance(error, EngineDown) and error.gone
@@ -143,7 +143,7 @@ class BridgedEngine:
     # ------------------------------------------------ join
 
     def _join(self) -> None:
-        """Read the engine's events up to now, then join the fleet with both halves."""
+        """Read the engine's events up to now, then join the fleet as a server and a worker for each rank."""
         self.api.healthy()
         facts = self._facts()
         sources = self._sources(facts)
@@ -160,7 +160,7 @@ class BridgedEngine:
             for rank in ranks:
                 rank.stop(leave=False)
             if self._stopping.is_set():
-                return  # nobody would report it any more
+                return  # after this bridge nobody would report the engine
             raise NotUsableError("its events cannot be followed; the log says why")
         assignment = server_assignment(self._redis_url, config.model, config.server_id, self._host)
         server = ServerPublisher(config, assignment)
@@ -175,14 +175,14 @@ class BridgedEngine:
         if options.block_tokens:
             facts = replace(facts, page_tokens=options.block_tokens)
         if not facts.capacity_blocks:
-            pages = scheme_of(facts.page_tokens).block_tokens // facts.page_tokens  # of one block
+            pages = scheme_of(facts.page_tokens).block_tokens // facts.page_tokens  # pages in one block
             facts = replace(facts, capacity_blocks=UNKNOWN_CAPACITY_BLOCKS * pages)
         if not facts.prefix_caching:
             logger.warning("warmfleet: engine %s has no prefix cache: it is routed by load", options.url)
         return facts
 
     def _sources(self, facts: EngineFacts) -> dict[int, EventSource]:
-        """Return where its ranks publish, as the operator says, else as the engine says."""
+        """Return where each rank publishes its events, as the operator says, else as the engine says."""
         options = self.options
         if options.endpoint:
             first = EventSource(options.endpoint, options.replay or None)
@@ -238,7 +238,7 @@ class BridgedEngine:
             artifacts=files,
             facts={"max_model_len": facts.max_model_len, "ranks": ranks, "reports_prefills": False, **known},
             adapters=lambda: self._adapters,
-            # Then replicas ask the engine themselves, and go on using it if it answers.
+            # While the server is silent, routers ask the engine themselves, and go on using it if it answers.
             silent=lambda: self._unresolved >= FAILURES,
         )
 
@@ -300,13 +300,13 @@ class BridgedEngine:
             self._note_restart()  # another model may answer there now
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
-            self._note_restart()  # its announcement is wrong
+            self._note_restart()  # its join has announced a prefix-closed block set
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")
 
     def _read(self) -> Reading:
-        """Read the load; without metrics keep the requests as before, and no work to compare."""
+        """Read the load; without metrics return the last numbers of requests, and 0 for unknown work."""
         try:
             return self.api.reading()
         except EngineDown as error:
@@ -336,7 +336,7 @@ class BridgedEngine:
     # ------------------------------------------------ the end
 
     def _leave(self) -> None:
-        """Let both halves say goodbye, because the engine's process is gone, or is another one."""
+        """Let server and ranks say goodbye, because the engine's process is gone or has been replaced."""
         self._end(leave=True)
         self._restarted.clear()
 

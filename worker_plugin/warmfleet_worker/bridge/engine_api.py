@@ -23,9 +23,9 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 
 class EngineDown(Exception):  # noqa: N818 - not an error of ours: the engine does not answer as a healthy one does
-    """The engine does not answer well. gone: nothing listens at its address, or it says that it is dead.
+    """The engine gives no good answer. gone: nothing listens at its address, or it says that it is dead.
 
-    unresolved: no address was found for its name. status: of the answer; 0 without one.
+    unresolved: no address was found for its host name. status: HTTP status of the answer; 0 without an answer.
     """
 
     def __init__(self, text: str, *, gone: bool = False, unresolved: bool = False, status: int = 0) -> None:
@@ -37,8 +37,8 @@ class EngineDown(Exception):  # noqa: N818 - not an error of ours: the engine do
 class EngineFacts:
     """An engine as it describes itself.
 
-    root: the model's folder or hub name, from which its tokenizer can be loaded. page_tokens: of a block in its events.
-    adapters: path by name. ranks: how many engine cores it has, as far as it says.
+    root: the model's folder or hub name, from which its tokenizer can be loaded. page_tokens: tokens in a block of its
+    events. adapters: path by name. ranks: how many engine cores it has, as far as it says.
     """
 
     kind: str  # "vllm" or "sglang"
@@ -67,10 +67,10 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The load at a moment. running, waiting: requests, by rank. work: grows whenever the engine does something.
+    """The load at a moment. running, waiting: number of requests, by rank. work: a counter that grows with every step.
 
-    started: when the server's process began, seconds since 1970; 0 if it does not say. asleep: the ranks that somebody
-    has put to sleep (vLLM's /sleep).
+    started: when the server's process began, seconds since 1970; 0 if the server does not say. asleep: the ranks that
+    somebody has put to sleep (vLLM's /sleep).
     """
 
     running: Mapping[int, int] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class EngineApi:
         }
 
     def sources(self) -> dict[int, EventSource]:
-        """Ask where each rank publishes its events; empty if the engine does not tell (vLLM since 0.31, SGLang do)."""
+        """Ask where each rank publishes its events; empty if the engine does not say, such as vLLM before 0.31."""
         found = self._find("/kv_event_sources")
         if found:
             return {int(rank): self._source(config, 0) for rank, config in found.items() if isinstance(config, dict)}
@@ -227,7 +227,7 @@ class EngineApi:
         return body
 
 
-#: Counters without their prefix, of which at least one grows with every step of an engine that works.
+#: Names (without ``vllm:`` or ``sglang:``) of counters, of which at least one grows with every step of an engine.
 WORK = frozenset({"iteration_tokens_total_count", "generation_tokens_total", "prompt_tokens_total"})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 #: The hash of a block in an event: the last 8 bytes of vLLM's digest as a number, or the whole digest
-#: (``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``). Only equality counts.
+#: (``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``). Keys are only compared for equality.
 BlockKey = int | bytes
 
 #: The order of the fields where an event is an array.
@@ -25,7 +25,7 @@ DEVICE = (None, "GPU")  # the medium of blocks in the engine's own cache; the ot
 
 
 class EventError(ValueError):
-    """The error of a batch or an event that no known engine writes so."""
+    """The error of a malformed batch or event: no known engine writes it so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Stored:
     """Blocks that follow ``parent`` (None: they begin a prompt) have come into the cache.
 
     extra_keys: by block, what entered its hash besides tokens: the adapter's name, media, the salt, embeddings.
-    salt: of the request, where the engine tells it apart from other keys (SGLang).
+    salt: the request's cache salt, if the event has it in a field of its own (SGLang).
     """
 
     keys: tuple[BlockKey, ...]
@@ -44,7 +44,7 @@ class Stored:
     lora: str | None = None
     extra_keys: tuple[Any, ...] = ()
     salt: str | None = None
-    lookahead: bool = False  # tokens behind each block entered its hash (vLLM 0.33 with EAGLE)
+    lookahead: bool = False  # the tokens after each block entered its hash (vLLM 0.33 with EAGLE)
     lora_unnamed: bool = False  # an adapter is in use, and the event does not name it
 
 
@@ -65,7 +65,7 @@ Event = Stored | Removed | Cleared
 
 
 def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
-    """Read the events of a batch, in order; leave out other media than the engine's cache. Raises EventError."""
+    """Read the events of a batch, in order, but none about caches outside the engine's own. Raises EventError."""
     try:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         raw = batch["events"] if isinstance(batch, dict) else batch[1]

@@ -56,9 +56,10 @@ _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """An operator's words about an engine. Empty or 0: asked from the engine itself.
+    """The options that an operator gives for an engine. Empty or 0: the engine itself is asked.
 
-    sources: of its first rank. block_tokens: of its events. group: the KV cache group to follow.
+    endpoint, replay: of its first rank. block_tokens: tokens in a block of its events. group: the KV cache group to
+    follow.
     """
 
     url: str
@@ -239,7 +240,7 @@ def _check_words(engine: EngineOptions) -> None:
 
 
 def server_id_of(url: str) -> str:
-    """Make an engine's default name: its host and port, and a digest of its URL if that is long or has a path."""
+    """Make an engine's default name: host and port, with a digest of the URL if it has a path or the name is long."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{parts.hostname or ''}-{port}")

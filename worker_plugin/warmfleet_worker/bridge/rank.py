@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-VERIFY_SECONDS = 5.0  # time between replays, as between the fleet's digests; each reads all batches the engine keeps
-LONGEST_VERIFY_SECONDS = 60.0  # the same if no replay is answered, as each try holds live batches up for 3 s
-BATCHES_AT_ONCE = 256  # most batches between two looks at the clock
+VERIFY_SECONDS = 5.0  # time between two replays; for each the engine looks through all batches that it keeps
+LONGEST_VERIFY_SECONDS = 60.0  # longest such time if replays fail, as each failed one delays live batches by 3 s
+BATCHES_AT_ONCE = 256  # most batches applied between two checks whether a replay is due
 WAIT_SECONDS = 0.2
 REPORT_SECONDS = 60.0  # time between two log lines about blocks that were left out
 STOP_SECONDS = 3.0
@@ -53,7 +53,7 @@ class EngineSide:
     """The part of its engine that a rank needs. group: the KV cache group whose blocks are reported.
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
-    rank's thread when another process publishes than before. host: of the engine, by its URL.
+    rank's thread when another process than before sends the events. host: of the engine's URL.
     """
 
     group: int
@@ -100,7 +100,7 @@ class Rank:
 
     @property
     def follows(self) -> bool:
-        """Whether events are read."""
+        """Whether the engine's events are still read."""
         return self._thread.is_alive()
 
     @property
@@ -117,7 +117,7 @@ class Rank:
         )
 
     def stop(self, *, leave: bool) -> None:
-        """End the threads. leave: the engine is gone, so the fleet is told; else only the bridge goes."""
+        """End the threads. leave: the engine is gone, and the fleet is told so; without it only the bridge goes."""
         self._stopping.set()
         if leave:
             self._publisher.stop(STOP_SECONDS)
@@ -188,7 +188,7 @@ class Rank:
         self._on_restart()
 
     def _report(self) -> None:
-        """Say at intervals how many blocks were left out, if there are more."""
+        """Log every REPORT_SECONDS how many blocks were left out, if the number has grown."""
         now, total = time.monotonic(), sum(self.table.unproved.values())
         if total > self._reported and now >= self._report_due:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.table.unproved.items()))

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-REMEMBERED = 16_384  # number of batches by whose bytes repeats are told from batches of a restarted engine
-TRIES = 3  # number of replays in a row without the batch behind the last one, until it counts as lost
+REMEMBERED = 16_384  # number of latest batches remembered, to tell a repeated batch from one of a restarted engine
+TRIES = 3  # number of replays in a row that lack the next batch, after which that batch counts as lost
 
 
 class ReplayError(Exception):
-    """The engine has no replay endpoint, or it does not answer."""
+    """The engine has no replay endpoint, or the endpoint does not answer."""
 
 
 class Listener(Protocol):
@@ -42,8 +42,8 @@ class Listener(Protocol):
 class Sequence:
     """Call ``live`` with every batch that was received, and ``verify`` first of all and every few seconds.
 
-    replay: gives the batches from a number on that the engine still has, as (number, payload), and may lack some;
-    raises ReplayError. last: number of the last batch that was applied, -1 before the first.
+    replay: returns (number, payload) of the batches from a number on that the engine still has; some may be missing.
+    Raises ReplayError. last: number of the last batch that was applied, -1 before the first.
     """
 
     def __init__(self, listener: Listener, replay: Callable[[int], Iterator[tuple[int, bytes]]]) -> None:
@@ -94,7 +94,7 @@ class Sequence:
                 first = False
                 self._take(number, payload)
             else:
-                if first and self.last >= 0:  # not even the last batch is there
+                if first and self.last >= 0:  # the engine lacks even the last applied batch
                     self._forget()
                     return self._catch_up()
                 return None
@@ -103,7 +103,7 @@ class Sequence:
     def _continues(self, number: int, payload: bytes) -> bool:
         """Tell whether the first batch of a replay may come from the process that sent the last applied batch.
 
-        It may also if the engine has forgotten that batch: then batches are lost, whichever process sent the replay.
+        It may also if the replay begins after that batch: then batches are lost, whichever process sent the replay.
         """
         return number > self.last or (number == self.last and self._known.get(number) == hash(payload))
 
@@ -124,6 +124,6 @@ class Sequence:
     def _apply(self, number: int, payload: bytes) -> None:
         self.last = number
         self._known[number] = hash(payload)
-        if len(self._known) > REMEMBERED:  # numbers may jump, so the oldest is not always this one's minus a constant
+        if len(self._known) > REMEMBERED:  # numbers may jump, so the oldest cannot be computed from this one
             del self._known[next(iter(self._known))]
         self._listener.batch(payload)

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 HUB = "https://huggingface.co"
 HUB_SECONDS = 3.0  # longest wait for a connection to the hub
-NONE = "none"  # word in place of a tokenizer's name if the routers' settings name it
+NONE = "none"  # given in place of a tokenizer's name if the routers' settings name the tokenizer
 
 
 class TokenizerError(Exception):
@@ -47,7 +47,7 @@ def load(name: str, chat_template: str = "") -> tuple[dict[str, bytes], dict[str
 
 def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
     try:
-        from transformers import AutoTokenizer  # takes 2 s: only once an engine is up
+        from transformers import AutoTokenizer  # this import takes 2 s
     except ModuleNotFoundError:
         if (Path(name) / TOKENIZER).is_file():
             return _by_files(Path(name))
@@ -71,10 +71,10 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
 
 
 def hub_away() -> str:
-    """Say in words why no connection to the hub can be made.
+    """Return why no connection to the hub can be made; empty if one can be made.
 
-    Empty if a connection can be made, and where only the hub's client knows: with a proxy, and if the client is told to
-    stay offline. Without this look transformers would ask an unreachable hub for each file, in silence for a minute.
+    Empty, too, with a proxy or where the hub's client is told to stay offline: only that client knows more. Without
+    this check transformers would ask an unreachable hub for each file, in silence for a minute.
     """
     offline = any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     if offline or {"http", "https", "all"} & urllib.request.getproxies().keys():

@@ -1,8 +1,8 @@
-"""The tokens that T-LRU costs or saves against plain LRU, counted while the engine runs.
+"""The uncached tokens that T-LRU adds or saves against plain LRU, counted while the engine runs.
 
-Beside the cache a shadow of it is kept, in which plain LRU evicts: hashes only, and of a large cache only some of them.
-Each request is looked up in both. Where T-LRU loses, it is stopped until it would lose no more: T-LRU can push an
-engine that is close to thrashing over the edge, and then the engine's own tail tells nothing.
+Beside the real cache a shadow of it is kept, in which plain LRU evicts: block hashes only, of a large cache a sample.
+Each request is looked up in both. While T-LRU leaves clearly more tokens uncached, T-LRU is stopped: it can make an
+engine thrash that is close to thrashing, and then the engine's own uncached tokens do not show the cause.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST_HASHES = 16_384  # most hashes in the shadow; of a larger cache every second, fourth ... block is followed
-MEMORY_REQUESTS = 128  # number of later requests after which a request counts little
-STOP, GO_ON = 0.03, 0.01  # shares: T-LRU's additional uncached tokens divided by plain LRU's uncached tokens
+MEMORY_REQUESTS = 128  # number of later requests after which a request has little weight in the sums
+STOP, GO_ON = 0.03, 0.01  # T-LRU stops above, goes on below: its extra uncached tokens / plain LRU's uncached tokens
 
 
 class ShadowLru:
@@ -29,7 +29,7 @@ class ShadowLru:
         self._held: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Count the leading blocks of a chain that are held; guess half-way where not every block is followed."""
+        """Count the leading blocks of a chain that are held; with a sample of the blocks take a middle estimate."""
         held, mask = self._held, self._one_in - 1
         if not mask:
             return next((index for index, block_hash in enumerate(hashes) if block_hash not in held), len(hashes))
@@ -58,7 +58,7 @@ class LruAccount:
     def __init__(self, blocks: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._shadow = ShadowLru(blocks)
-        self._lost = self._lru = 0.0  # tokens: uncached beyond those of plain LRU, uncached under plain LRU
+        self._lost = self._lru = 0.0  # sums of uncached tokens: T-LRU's beyond plain LRU's, plain LRU's
         self.losing = False
 
     def first_token(self, hashes: Sequence[bytes], prompt_tokens: int, uncached_tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Learns how much longer a conversation's next prompt is than the conversation so far, and how late that prompt comes.
 
-A request continues a conversation if its prompt begins with the whole prompt of an earlier request. The hash of the
-earlier prompt's last block finds it, so an answer that comes back changed does not matter (a chat template may drop
-its reasoning).
+A request continues a conversation if its prompt begins with the whole prompt of an earlier request. The earlier request
+is found by the hash of its prompt's last block, so it does not matter if its answer comes back changed (a chat template
+may drop the answer's reasoning).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 ASSUMED_TOKENS = 200  # the mean prompt of chats in the T-LRU paper; used until enough is measured
 MIN_SAMPLES = 16
-MEMORY_SAMPLES = 256  # number of latest turns that a mean is taken over, about
+MEMORY_SAMPLES = 256  # approximate number of latest turns over which a mean is taken
 MAX_WAITING = 16_384  # most conversations whose next prompt is waited for; beyond it the oldest is forgotten
-MAX_LOOKUPS = 1_024  # most blocks of a prompt that are looked up, from its end, in a few ten microseconds
+MAX_LOOKUPS = 1_024  # most blocks of a prompt that are looked up, from its end; takes a few ten microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class NextPrompt:
         """
         last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
         waiting = self._waiting
-        # The prompt's own last block is left out: a conversation that waits there has sent this very prompt before.
+        # The prompt's own last block is left out: a conversation found by it has sent this very prompt before.
         earlier = hashes[max(0, last - MAX_LOOKUPS) : max(0, last)]
-        # A first turn finds nothing, which one C call shows.
+        # The prompt of a first turn matches no waiting conversation, which one C call shows.
         for block_hash in () if waiting.keys().isdisjoint(earlier) else reversed(earlier):
             turn = waiting.get(block_hash)
             if turn is not None and not shared(block_hash):

@@ -1,7 +1,7 @@
 """The objective of T-LRU: how many tokens a request may compute before its first token is late.
 
 T-LRU calls this number ξ. A conversation whose next request computes fewer tokens than ξ gains nothing from a longer
-cached prefix, so blocks beyond that may be given up first.
+cached prefix, so the last blocks of that prefix may be given up first.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
-TAIL = 0.9  # the quantile that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ divided by that quantile; a larger one shortens the P95, lengthens the P90 (decisions/037)
+TAIL = 0.9  # quantile of the requests' uncached tokens that the adaptive objective follows
+TAIL_SHARE = 0.6  # ξ / that quantile; a larger share shortens the P95 TTFT, lengthens the P90 (decisions/037)
 MEMORY_REQUESTS = 256  # number of latest requests from which the quantile is taken
 EVERY_REQUESTS = 16  # number of requests after which ξ is computed anew; before the first 16 ξ is None
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request whose first token is there. uncached_tokens: of the prompt, as the engine computed them."""
+    """A request that has its first token. uncached_tokens: prompt tokens that the engine had to compute."""
 
     prompt_tokens: int
     uncached_tokens: int
@@ -33,7 +33,7 @@ class Objective(Protocol):
     """Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
 
     def xi_tokens(self) -> int | None:
-        """Return ξ at present; None or 0: nothing is given up before its turn, as with plain LRU."""
+        """Return ξ at present; None or 0: blocks are evicted as by plain LRU."""
         ...
 
     def note(self, served: Served) -> None:
@@ -57,7 +57,7 @@ class FixedObjective:
 
 
 class AdaptiveObjective:
-    """The objective that follows the engine's own tail, where nobody knows the right time to first token.
+    """The objective that follows the engine's own slowest requests, where nobody knows the right TTFT.
 
     ξ is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
     changes nothing, and far above it T-LRU makes requests slow that were fast. The number falls as T-LRU works, and ξ

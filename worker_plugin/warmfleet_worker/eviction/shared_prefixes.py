@@ -15,14 +15,14 @@ SHARED_CHANGES = 2
 
 
 class SharedPrefixes:
-    """Counts after which block prompts have gone on differently. A block that is the end of a shared prefix stays so.
+    """Counts how often prompts went on differently after a block. The end of a shared prefix stays marked as such.
 
-    Only the first new block of each request is noted, so it costs two look-ups a request.
+    Only the first new block of each request is noted, which costs two look-ups per request.
     """
 
     def __init__(self) -> None:
-        # By the hash of a block: the hash of the block that last followed it, and how often that was another than
-        # before. The latest note stands last.
+        # By the hash of a block: the hash of the block that last followed it, and how often the following block
+        # changed. The block noted last stands last.
         self._ends: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()
         self._shared: set[bytes] = set()  # hashes of blocks whose successor changed often enough
 

@@ -1,4 +1,4 @@
-"""The blocks that are given up first, in their order."""
+"""The tagged blocks, which T-LRU gives up before all others, in the order of eviction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Tags:
     """
 
     def __init__(self) -> None:
-        # Ordered, because a plain dict looks for its first key among all those that were taken away before it.
+        # OrderedDict, because a plain dict searches for its first key through all keys deleted before it.
         self._ended: OrderedDict[int, bytes] = OrderedDict()
         self._beyond: OrderedDict[int, bytes] = OrderedDict()
 
@@ -31,7 +31,7 @@ class Tags:
     def keep(self, numbers: Sequence[int]) -> None:
         """Take the tags off these blocks."""
         for tags in (self._ended, self._beyond):
-            if tags and not tags.keys().isdisjoint(numbers):  # one C call, and the usual end
+            if tags and not tags.keys().isdisjoint(numbers):  # one C call, usually false
                 for number in numbers:
                     tags.pop(number, None)
 

@@ -53,8 +53,8 @@ class Finished:
 class TailEviction:
     """Chooses the blocks that an engine gives up first. Every method runs on the engine's thread, and none waits.
 
-    Blocks have numbers; a number may get new content, and then it has another hash. Its memory is bounded by the
-    engine's blocks and by the constants of the parts. tagged, given_up: blocks, since the start.
+    Blocks have numbers; a block may get new content, and then has another hash. The memory used is bounded by the
+    engine's blocks and by the constants of the parts. tagged, given_up: numbers of blocks since the start.
     """
 
     def __init__(self, block_tokens: int, objective: Objective, account: LruAccount | None = None) -> None:
@@ -70,7 +70,7 @@ class TailEviction:
 
     @property
     def compares(self) -> bool:
-        """Tell whether ``first_token`` needs the hashes, which cost as much for a long prompt as all its other work."""
+        """Tell whether ``first_token`` needs the hashes; to collect those of a long prompt doubles its cost."""
         return self._account is not None
 
     def first_token(self, served: Served, hashes: Sequence[bytes]) -> None:
@@ -110,7 +110,7 @@ class TailEviction:
         return max(0, -((xi - tokens - self.next_prompt.growth_tokens) // self.block_tokens))
 
     def is_silent(self, number: int, now: float) -> bool:
-        """Tell whether this free block's conversation has probably ended: then it may go before tagged blocks."""
+        """Tell whether this free block's conversation has probably ended: then it is evicted before tagged ones."""
         gap = self.next_prompt.gap_s
         return gap is not None and now - self._used_at.get(number, now) > SILENT_GAPS * gap
 
@@ -127,7 +127,7 @@ class TailEviction:
 def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
     """Make T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
 
-    A target in seconds is kept at any price, but the adaptive objective is stopped while it costs more than it brings.
+    For a target in seconds T-LRU always runs; for the adaptive objective it stops while it does worse than plain LRU.
     """
     objective = objective_of(target, speed_tps)
     account = LruAccount(blocks, block_tokens) if isinstance(objective, AdaptiveObjective) else None

@@ -29,7 +29,7 @@ from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The modules that call ``init_app_state`` by their own name for it: since vLLM 0.29, in 0.28, and in 0.28 started with
+#: The modules that have imported ``init_app_state`` and call it: since vLLM 0.29, in 0.28, and in 0.28 started with
 #: ``python -m``.
 SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server", "__main__")
 
@@ -40,7 +40,7 @@ ROUTERS_PRIORITY_HEADER = "x-vllm-priority"
 def hook_api_server(redis_url: str) -> None:
     """Announce this process's API server, if it is one, when its state has been made."""
     if missing(Part.BLOCKS):
-        return  # the engine core says so; a server whose cores report nothing gets no requests
+        return  # the engine core logs it; a server whose cores report nothing gets no requests
     for module in loaded_server_modules():
         if not first_time(module):
             continue
@@ -75,7 +75,7 @@ def loaded_server_modules() -> Iterator[Any]:
 def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher | None:
     """Start the publisher of this API server. Of several API server processes of one server only the first has one.
 
-    Returns None without a publisher, for example where this vLLM differs, which the log then says.
+    Returns None without a publisher, for example if this vLLM lacks an internal, which is then logged.
     """
     differs = missing(Part.SERVER) or missing_state(state)
     if differs:
@@ -100,15 +100,15 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
     publisher = ServerPublisher(config, server_assignment(redis_url, config.model, config.server_id))
     publisher.start()
     leave_first(engine_client, publisher)
-    atexit.register(publisher.stop)  # a server that ends in another way
+    atexit.register(publisher.stop)  # for a server that ends without that shutdown
     return publisher
 
 
 def leave_first(engine_client: Any, publisher: ServerPublisher) -> None:
     """Say goodbye before the engine core is told to end.
 
-    On SIGTERM and SIGINT vLLM shuts its engine client down before anything else: without ``--shutdown-timeout`` that
-    kills the core, with it the core finishes its requests and refuses new ones. From the goodbye on routers send none.
+    On SIGTERM and SIGINT vLLM shuts its engine client down before anything else. Without ``--shutdown-timeout`` the
+    core is killed, else it finishes its requests and refuses new ones. After the goodbye routers send none.
     """
 
     def shutdown(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def artifacts(tokenizer: Any, state: Any, model_config: Any) -> dict[str, bytes]
 def renders(state: Any) -> dict[str, bool]:
     """Tell how this server makes a prompt of a chat.
 
-    jinja: by the chat template (some engines have a renderer of their own and never use the template).
+    jinja: it uses the chat template (some engines have a renderer of their own and never use the template).
     render, tokenize: the server has an API route that answers with the token ids of a chat. The route /tokenize is
     wrong for models with the harmony format, hence it is not offered for those.
     """
@@ -208,7 +208,7 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
 
 
 def takes_priority(vllm_config: Any) -> bool:
-    """Tell whether the scheduler goes by priorities, and this vLLM reads them from a header."""
+    """Tell whether the scheduler goes by priorities, and this vLLM reads them from the header that routers send."""
     if getattr(vllm_config.scheduler_config, "policy", "fcfs") != "priority":
         return False
     try:
@@ -231,7 +231,7 @@ def merges_inline_system(renderer: Any) -> bool | None:
 async def find_disabled_thinking_effort(state: Any) -> None:
     """Let the server find out now what it tells its template when a client of /v1/messages switches thinking off.
 
-    The server keeps the answer, which it would look for at the first such request.
+    The server keeps the result, which it would otherwise compute at the first such request.
     """
     serving = getattr(state, "anthropic_serving_messages", None)
     if serving is not None and hasattr(serving, "_get_disabled_thinking_effort"):
@@ -241,7 +241,7 @@ async def find_disabled_thinking_effort(state: Any) -> None:
 def token_handoff(state: Any, model_config: Any) -> list[str]:
     """List the kinds of request (``completions``, ``chat``) that may carry token ids, not text, with equal answers.
 
-    Completions have always taken token ids, chats take them at least since vLLM 0.28. The code asks this vLLM itself.
+    Completions have always taken token ids, chats at least since vLLM 0.28. The code tries both with this vLLM.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.renderers import hf

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.tracker import PickHashes, Transitions
 
-    #: ``insert``, ``pop``, and the table of what is reported.
+    #: ``insert``, ``pop``, and the table of the reported keys.
     Replacements = tuple[Callable[[bytes, Any], None], Callable[[bytes, int], Any], dict[bytes, Any]]
 
 
@@ -44,7 +44,7 @@ def hook_prefix_cache_reset() -> None:
 def hash_of_key(group: int) -> PickHashes:
     """Make the function from vLLM's table keys to block hashes, for one KV cache group.
 
-    A key is a digest of 16 or 32 bytes and the number of its group in 4. Keys of other groups are left out.
+    A key is a digest of 16 or 32 bytes and its group's number in 4 bytes. Keys of other groups are left out.
     """
     suffix = group.to_bytes(4, "big", signed=False)
 
@@ -58,7 +58,7 @@ class WholeBlocks:
     """Tells entries of whole blocks of one KV cache group from the other entries of its pool.
 
     A pool that hashes in smaller steps than the group's blocks may also keep entries for parts of a block
-    (``cache_partial_block``). No router computes those. A key does not tell what it is of, so calls are followed.
+    (``cache_partial_block``), whose hashes no router computes. Keys do not show this, so the calls are watched.
     """
 
     def __init__(self, pool: Any, group: int, block_tokens: int) -> None:
@@ -81,7 +81,7 @@ class WholeBlocks:
 def track(block_map: Any, transitions: Transitions, whole: WholeBlocks | None = None, *, cleared: bool = False) -> None:
     """Make this ``BlockHashToBlockMap`` report to ``transitions`` when a hash appears or disappears.
 
-    A hash may have several copies; only the first one that comes and the last one that goes are reported.
+    Several blocks may have one hash; only the first of them to come and the last to go are reported.
     whole: which entries to report; without it all of them. cleared: this map takes the place of one that was thrown
     away with all its blocks.
     """
@@ -135,7 +135,7 @@ def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
 
 
 def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Replacements:
-    """Do as above for a map that has other entries, too; those of whole blocks are copied into a table of their own."""
+    """Do as ``_of_all`` for a map that also has entries of parts; those of whole blocks get a table of their own."""
     table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
     reported: dict[bytes, None] = {}
     suffix, lock, note = whole.suffix, transitions.lock, transitions.note
@@ -165,7 +165,7 @@ def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Re
 def untrack(block_map: Any) -> tuple[Transitions, WholeBlocks | None] | None:
     """Undo ``track``, so that map and closures do not keep each other in memory.
 
-    Returns what it was tracked by, or None if it was not tracked.
+    Returns the arguments ``transitions`` and ``whole`` of ``track``, or None if the map was not tracked.
     """
     tracked: tuple[Transitions, WholeBlocks | None] | None = vars(block_map).pop("tracked", None)
     if tracked is not None:

@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 class Part(StrEnum):
-    """The price of a missing internal; the value ends the line in the log."""
+    """The part of the plugin's work that a missing internal costs; the value ends the line in the log."""
 
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
@@ -266,7 +266,7 @@ def _annotated(owner: Any) -> set[str]:
 
 
 def _block_map_differs() -> str:
-    """Try the block table's map with two blocks of a hash: ``block_table`` relies on how the map keeps them."""
+    """Try vLLM's map with two blocks of the same hash, because ``block_table`` relies on how the map keeps them."""
     from vllm.v1.core.block_pool import BlockHashToBlockMap
     from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 

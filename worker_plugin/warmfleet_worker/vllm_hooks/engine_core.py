@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 def hook_scheduler(redis_url: str) -> None:
-    """Give every Scheduler of this process a ``SchedulerReporter``, and let its steps pass by the reporter."""
+    """Give every Scheduler of this process a ``SchedulerReporter``, which is told of each step."""
     scheduler_class = _class_to_hook()
     if scheduler_class is None:
         return
@@ -72,13 +72,13 @@ def hook_scheduler(redis_url: str) -> None:
 def _class_to_hook() -> Any:
     """Return vLLM's Scheduler class; None if it is hooked already, or must not be hooked.
 
-    If this vLLM differs where blocks are concerned, nothing is hooked but a line in the log of each engine core.
+    If this vLLM lacks an internal of Part.BLOCKS, nothing is reported, and each engine core logs a line about it.
     """
     reason = missing(Part.BLOCKS)
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
     except ImportError:
-        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none is known to be an engine core
+        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none shows that it is an engine core
         return None
     if not first_time(Scheduler):
         return None
@@ -104,7 +104,7 @@ class SchedulerReporter:
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
-        # A prefix that two conversations share may be given up for one of them while the other's end stays.
+        # T-LRU may evict blocks that two conversations share while later blocks of one of them stay cached.
         group = replace(group, closed=group.closed and self._tail_eviction is None)
         self.transitions = Transitions(hash_of_key(group.number))
         if group.matched:
@@ -112,7 +112,7 @@ class SchedulerReporter:
             some = group.hash_block_tokens != group.block_tokens
             whole = WholeBlocks(pool, group.number, group.block_tokens) if some else None
             track(pool.cached_block_hash_to_block, self.transitions, whole)
-        self._left: frozenset[str] = frozenset()  # ids of requests that were booked in a pool that this engine has left
+        self._left: frozenset[str] = frozenset()  # ids of requests reserved in a pool that this engine has left
         self._publisher: WorkerPublisher | None = None
         self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, group)
         self._stopping = threading.Event()
@@ -191,7 +191,7 @@ class SchedulerReporter:
 
 
 def _lacks(part: Part) -> bool:
-    """Tell whether this vLLM lacks an internal of this part; then the log says so."""
+    """Tell whether this vLLM lacks an internal of this part; if so, log which."""
     reason = missing(part)
     if reason:
         refuse(part, reason)
@@ -270,7 +270,7 @@ def server_id_of(vllm_config: Any) -> str:
 def rank_of(vllm_config: Any) -> int:
     """Return the number of this engine core at its API server, the value of the header ``X-data-parallel-rank``.
 
-    A server that has the cores of one node only (``--data-parallel-hybrid-lb``) counts these from 0.
+    A server that has the cores of one node only (``--data-parallel-hybrid-lb``) numbers them from 0.
     """
     parallel = vllm_config.parallel_config
     local = parallel.local_engines_only
@@ -284,7 +284,7 @@ def ranks_of(vllm_config: Any) -> int:
 
 
 def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
-    """Tell how this engine hashes. Without prefix caching it has no NONE_HASH, and never stores a block."""
+    """Return how this engine hashes blocks. Without prefix caching it has no NONE_HASH, and never stores a block."""
     from vllm.v1.core import kv_cache_utils
 
     cache = vllm_config.cache_config
@@ -293,7 +293,7 @@ def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
         logger.info("warmfleet: this engine is chosen by load only: %s", wire.UNMATCHED[why])
         return wire.Scheme(why, bytes(32), group.block_tokens)
     algorithm, none_hash = cache.prefix_caching_hash_algo, bytes(kv_cache_utils.NONE_HASH)
-    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # 0.33 with EAGLE: routers cannot compute it
+    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # vLLM 0.33 with EAGLE: no router can hash so
     if lookahead:
         extra_keys = f"lookahead_{lookahead}"
     else:

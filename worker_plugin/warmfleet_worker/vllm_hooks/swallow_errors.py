@@ -15,10 +15,10 @@ REPORT_LACKS = "this engine is not, or not fully, reported"
 
 
 def swallow_errors(failure: str, consequence: str = REPORT_LACKS) -> AbstractContextManager[None]:
-    """Make a context that logs every exception, as ``failure`` ("could not ...") and ``consequence``, and ends it.
+    """Make a context that suppresses every exception, and logs ``failure`` ("could not ...") and ``consequence``.
 
-    It catches so broadly because vLLM calls plugins and the scheduler without a guard: an exception of ours would end
-    the engine. An engine that serves and is missing in the fleet is the lesser evil, and the log says so.
+    Every exception, because vLLM calls plugins and the scheduler without a guard: an exception of ours would end the
+    engine. An engine that serves and is missing in the fleet is the lesser evil, and the log says so.
     """
     return _SwallowErrors(failure, consequence)
 

@@ -32,7 +32,7 @@ LOG_SECONDS = 60.0  # time between two log lines about blocks that were given up
 def install(
     scheduler: Any, target: str | None, speed_tps: Callable[[], int], full_attention: bool = True
 ) -> TailEvictionHook | None:
-    """Let the scheduler's cache evict by T-LRU; returns None if ``target`` does not ask for it, or it cannot.
+    """Let the scheduler's cache evict by T-LRU; returns None if ``target`` asks for none, or T-LRU is not possible.
 
     target: the value of WARMFLEET_TTFT_TARGET_S. speed_tps: returns the measured prefill speed.
     full_attention: the model has a KV cache group that keeps whole prompts.
@@ -63,8 +63,8 @@ def install(
 def obstacle(scheduler: Any) -> str:
     """Say why T-LRU is not possible here; empty if it is.
 
-    A KV connector frees blocks on ways of its own (deferred, and after a transfer). Groups that are no full attention
-    hit only where all groups hit, so the end of a prompt may be the part worth keeping.
+    A KV connector also frees blocks elsewhere (later, and after a transfer). With several KV cache groups a prefix
+    counts as cached only where all groups have it, so the end of a prompt may be the part worth keeping.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching:
@@ -93,7 +93,7 @@ class TailEvictionHook:
         base_free, base_get = manager.free, pool.get_new_blocks
 
         def free(request: Any) -> None:
-            # Only the list is kept here: vLLM takes it out of its table. A preempted request comes back.
+            # Taken before vLLM drops the list from its table. A preempted request is no end: it runs again.
             blocks = self._of_request.get(request.request_id) if request.is_finished() else None
             base_free(request)
             if blocks:
@@ -127,7 +127,7 @@ class TailEvictionHook:
                 if stats is not None:
                     prompt = stats.num_prompt_tokens
                     served = Served(prompt, prompt - stats.num_cached_tokens)
-                    # A request that is already finished again is not in the table.
+                    # A request that has finished in this same step is no longer in the table.
                     blocks = self._of_request.get(output.request_id, ()) if self.eviction.compares else ()
                     hashes = [block.block_hash for block in blocks[: prompt // self.eviction.block_tokens]]
                     self.eviction.first_token(served, () if None in hashes else hashes)

@@ -1,1 +1,1 @@
-"""Choosers that look into simulated engines, and the port through which they get requests."""
+"""Choosers of an engine that see the state inside simulated engines, and the port at which they get requests."""

@@ -1,6 +1,6 @@
-"""A port that sends each request to one of the engines of this process, by a chooser that looks into them.
+"""A port that sends each request to one of the engines of this process, by a chooser that sees their state.
 
-Because no router stands in between, the choice costs nothing, and sees the engines as they are at that moment.
+No router stands in between, so the choice costs no time, and is made by the engines' state at that moment.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class ChosenCore:
-    """Stands for all engine cores: ``submit`` hands a request to the chosen one, at once or when its turn comes."""
+    """Stands for all engine cores: ``submit`` hands a request to the core that the chooser names, at once or later."""
 
     def __init__(self, cores: Sequence[EngineCore], name: str) -> None:
         self._cores = cores
         self._chooser = chooser(name, cores, self._send)
-        self._sinks: dict[Request, asyncio.Queue[Output]] = {}  # of requests that are kept back
+        self._sinks: dict[Request, asyncio.Queue[Output]] = {}  # of requests not yet sent to a core
         self._at: dict[Request, EngineCore] = {}
         for core in cores:
             core.progress = self._room_made
@@ -59,7 +59,7 @@ class ChosenCore:
         core.put(request, self._sinks.pop(request))
 
     def abort(self, request: Request) -> None:
-        """Drop a request whose client has gone, wherever it is."""
+        """Drop a request whose client has gone, whether a core has the request or the chooser keeps it back."""
         self._sinks.pop(request, None)
         self._chooser.gone(request)
         if core := self._at.pop(request, None):

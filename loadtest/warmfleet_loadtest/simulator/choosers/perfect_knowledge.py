@@ -1,9 +1,9 @@
-"""Choosers that look into simulated engines. No router can know more, so routers are held against their figures.
+"""Choosers that look into simulated engines. No router can know more, so routers' figures are compared with theirs.
 
 They read the block pools and queues of the engines directly, at no cost and without delay. Two of them decide when a
 request arrives, the third keeps requests back:
 
-- ``Oracle`` takes the engine on which the prompt would be computed first: its wait and the prompt's uncached tokens.
+- ``Oracle`` takes the engine that would finish the prompt first, by its wait and the prompt's uncached tokens.
 - ``Sticky`` sends all requests of a session to one engine, by a hash of the session.
 - ``Central`` keeps every request back until an engine is free, and then sends the one with the least to compute.
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 CHOOSERS = ("oracle", "sticky", "central")
-SAME_S = 1e-9  # difference up to which times are equal, because sums in another order differ a little
+SAME_S = 1e-9  # difference up to which times count as equal, because of rounding errors
 
 
 class Engine(Protocol):
-    """A simulated engine. step_ends: when the step under way is over, or the last one was."""
+    """A simulated engine. step_ends: when the step under way will end, or else the last step ended."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """The time of a request on an engine: seconds until its prompt is computed, and of these its own tokens' share."""
+    """A request's time on an engine: seconds until its prompt is computed; seconds of these for its own tokens."""
 
     ready_s: float
     own_s: float
@@ -53,7 +53,7 @@ class Backlog:
         self._engine = engine
         self._left_s = max(0.0, engine.step_ends - now)
         self._tokens = 0
-        self._ahead: set[bytes] = set()  # blocks that the engine will have computed by then
+        self._ahead: set[bytes] = set()  # blocks of the requests that the engine computes before
         scheduler, costs = engine.scheduler, engine.costs
         decoding = [request.tokens for request in scheduler.running if request.output_tokens]
         self._step_s = costs.seconds(StepWork(decode_requests=len(decoding), decode_context=sum(decoding)))
@@ -64,7 +64,7 @@ class Backlog:
             self.queue(request)
 
     def queue(self, request: Request, tokens: int | None = None) -> None:
-        """Count a request that goes before later ones. tokens: the number to compute; None = its uncached ones."""
+        """Add a request that is computed before later ones. tokens: the number to compute; None = all uncached."""
         self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
@@ -84,16 +84,16 @@ class Backlog:
         return Outlook(ready_s, self._seconds(own))
 
     def _seconds(self, tokens: int) -> float:
-        """Return the time for these prompt tokens, with what all steps for them cost beside them."""
+        """Return the time for these prompt tokens, with the fixed costs and the decoding of their steps."""
         steps = -(-tokens // self._engine.scheduler.limits.step_tokens)
         return steps * self._step_s + tokens * self._engine.costs.prefill_token_s
 
 
 class Chooser(Protocol):
-    """Chooses engines by their numbers. now: by the engines' clock.
+    """Chooses an engine, by number, for each request. now: by the engines' clock.
 
-    choose: None for a request that is kept back; ``send`` is called with it later. room_made: an engine may have become
-    free. gone: the client of a request that may be kept back has hung up.
+    choose: returns None for a request that is kept back; ``send`` is called with it later. room_made: call it when an
+    engine may have become free. gone: call it when a client has hung up, whose request may be kept back.
     """
 
     def choose(self, request: Request, session: Hashable, now: float) -> int | None: ...
@@ -109,7 +109,7 @@ class _AtOnce:
 
 
 class Oracle(_AtOnce):
-    """Sends a request to the engine on which its prompt would be computed first. Ties fall at random, by ``seed``."""
+    """Sends a request to the engine that would finish its prompt first. Ties are broken at random, by ``seed``."""
 
     def __init__(self, engines: Sequence[Engine], seed: int = 0) -> None:
         self._engines = engines
@@ -133,12 +133,12 @@ class Sticky(_AtOnce):
 
 
 class Central:
-    """Keeps requests back until an engine is free, which means that it computes no prompt and none waits there.
+    """Keeps requests back until an engine is free. A free engine computes no prompt, and no prompt waits there.
 
-    Requests are thought through in the order of what they have to compute, least first: each takes the engine on which
-    it would be computed first behind those before it, and is sent there if that engine is free. A request that is
-    better off with waiting for a busy engine waits. send: is called with a request and the engine's number, and must
-    hand the request to its scheduler at once.
+    Requests are planned in the order of their uncached tokens, least first: each gets the engine that would finish its
+    prompt first, after the requests planned before, and is sent if that engine is free. So a request waits for a busy
+    engine that would still finish its prompt first. send: is called with a request and the engine's number, and must
+    hand the request to the engine's scheduler at once.
     """
 
     def __init__(self, engines: Sequence[Engine], send: Callable[[Request, int], None]) -> None:
@@ -171,7 +171,7 @@ def _free(engine: Engine) -> bool:
 
 
 def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
-    """Return the request with the least to compute whose best engine is free. The backlogs are used up."""
+    """Return (the request with the least to compute whose best engine is free, engine). Changes the backlogs."""
     for request in sorted(waiting, key=lambda request: min(backlog.uncached(request) for backlog in backlogs)):
         outlooks = [backlog.outlook(request) for backlog in backlogs]
         number = outlooks.index(min(outlooks))
