@@ -244,7 +244,7 @@ class HttpConnection(asyncio.Protocol):
         if told.length > self._shared.max_body_bytes:
             raise TooLarge(f"The body has {told.length} bytes; {self._shared.max_body_bytes} are allowed.")
         keeps_open = version == "1.1" and parser.should_keep_alive()
-        self._request = HttpRequest(parser.get_method(), self._target, version, headers, keeps_open=keeps_open)
+        self._request = HttpRequest(parser.get_method(), self._target, version, headers, keeps_open)
         if told.coding:
             self._request.coding = told.coding
             self._request.decode = partial(decode, self._shared)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 import httptools
@@ -30,45 +31,39 @@ _AMBIGUOUS = re.compile(
 _FRAMING = frozenset((b"host", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"))
 
 
-class Framing:
+class Framing(NamedTuple):
     """The framing of a request's body. ``length``: in bytes, 0 if not known. ``expects``: the client awaits status 100.
 
     ``coding``: the values of Content-Encoding.
     """
 
-    __slots__ = ("chunked", "coding", "expects", "length")
-
-    def __init__(self, length: int, coding: bytes, *, chunked: bool, expects: bool) -> None:
-        self.length = length
-        self.coding = coding
-        self.chunked = chunked
-        self.expects = expects
+    length: int
+    coding: bytes
+    chunked: bool
+    expects: bool
 
 
 async def as_it_is(_request: HttpRequest) -> None:
     """Leave a body that is not compressed as it is; stands in for a decoder."""
 
 
+@dataclass(slots=True)
 class HttpRequest:
     """A whole request. Names of headers are lower case; ``received_at`` is by ``time.perf_counter``.
 
-    ``coding``: the compression of the body, which ``decode`` undoes.
+    ``keeps_open``: the client lets the connection stay open after its answer. ``coding``: the compression of the body,
+    which ``decode`` undoes.
     """
 
-    __slots__ = ("body", "coding", "decode", "headers", "keeps_open", "method", "received_at", "target", "version")
-
-    def __init__(
-        self, method: bytes, target: bytes, version: str, headers: list[tuple[bytes, bytes]], *, keeps_open: bool
-    ) -> None:
-        """keeps_open: whether the client lets the connection stay open after its answer."""
-        self.method = method
-        self.target = target
-        self.version = version
-        self.headers = headers
-        self.keeps_open = keeps_open
-        self.body = self.coding = b""
-        self.decode: Callable[[HttpRequest], Awaitable[None]] = as_it_is
-        self.received_at = 0.0
+    method: bytes
+    target: bytes
+    version: str
+    headers: list[tuple[bytes, bytes]]
+    keeps_open: bool
+    body: bytes = b""
+    coding: bytes = b""
+    decode: Callable[[HttpRequest], Awaitable[None]] = as_it_is
+    received_at: float = 0.0
 
     def url(self) -> tuple[str, bytes, bytes]:
         """Return the decoded path, the path as it was sent, and the query string. Raises BadRequest."""
@@ -112,7 +107,7 @@ def framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> Framing:
             expects = value.lower() == b"100-continue"
     if hosts > 1 or (not hosts and version == "1.1"):
         raise BadRequest(f"A request must have one Host header; this one has {hosts}.", "Host")
-    return Framing(length, coding, chunked=chunked, expects=expects)
+    return Framing(length, coding, chunked, expects)
 
 
 def request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:

@@ -99,18 +99,6 @@ class Question:
     def tie_seed(self) -> int:
         return self.seed or zlib.crc32(self.reservation.encode())
 
-    @property
-    def priority_class(self) -> int:
-        """The class in the queue: 0 (served first) to 15."""
-        return min(max(self.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS
-
-    @property
-    def may_wait_code(self) -> int:
-        """``may_wait`` and ``displaces`` in a number, as lua/decide.lua takes it."""
-        if not self.may_wait:
-            return 0
-        return 1 if self.displaces else 2
-
 
 @dataclass(slots=True)
 class Decision:
@@ -389,9 +377,9 @@ class Bookings:
             pack_names(question.order) if question.order else NOTHING,
             pack(question.objective_s) if question.objective_s else NO_OBJECTIVE,
             pack_bytes(question.tenant) if in_turn else NOTHING,
-            PACKED[question.priority_class],
+            PACKED[min(max(question.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS],
             pack_int(question.waited_ms),
-            PACKED[question.may_wait_code],
+            PACKED[(1 if question.displaces else 2) if question.may_wait else 0],
             pack_names(question.barred) if question.barred else NOTHING,
             question.limits.packed if question.limits is not None else NOTHING,
         ]

@@ -110,7 +110,7 @@ class Scripts:
     async def call(self, name: str, command: bytes, limit_s: float) -> Any:
         """Send a packed call and return its answer. Raises FleetUnavailable or the class of the script's error code."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.send(name, command, limit_s, partial(_resolve, future))
+        self._multiplexed.send(self.packed[name], command, limit_s, partial(_resolve, future))
         return await future
 
     async def ask(self, *words: Argument) -> Any:

@@ -164,7 +164,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         order=",".join(question.order),
         objective_s=question.objective_s,
         tenant=question.tenant if in_turn else b"",
-        priority=question.priority_class,
+        priority=min(max(question.priority, -8), 7) + 8,
         waited_ms=question.waited_ms,
         may_wait=(1 if question.displaces else 2) if question.may_wait else 0,
         barred=",".join(question.barred),

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import hiredis
@@ -52,6 +53,7 @@ NO_MASTER = frozenset({"MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MA
 INCOMPLETE = object()  # what hiredis returns while a reply has not fully arrived
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call that waits for its answer. ``on_answer`` is None after the time limit; a late answer is dropped.
 
@@ -59,25 +61,13 @@ class Call:
     moved: the call was sent again, to the master that a reply MOVED named.
     """
 
-    __slots__ = ("again", "command", "due", "last", "moved", "on_answer", "script")
-
-    def __init__(
-        self,
-        script: PackedScript | None,
-        command: bytes,
-        on_answer: OnAnswer,
-        due: float,
-        last: float,
-        *,
-        moved: bool = False,
-    ) -> None:
-        self.script = script
-        self.command = command
-        self.on_answer: OnAnswer | None = on_answer
-        self.due = due
-        self.last = last
-        self.again = False  # the call was sent once more, behind its script
-        self.moved = moved
+    script: PackedScript | None
+    command: bytes
+    on_answer: OnAnswer | None
+    due: float
+    last: float
+    moved: bool = False
+    again: bool = False  # the call was sent once more, behind its script
 
 
 class Channel(asyncio.Protocol):
@@ -203,7 +193,7 @@ class Multiplexed:
             return
         self._bytes = held
         due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
-        call = Call(script, command, on_answer, due, last, moved=moved)
+        call = Call(script, command, on_answer, due, last, moved)
         if self._timer is None:
             channel = self._begin_to_wait(channel)
         if channel is not None:
@@ -263,11 +253,8 @@ class Multiplexed:
             channel.heard = False
             if why := self._is_over(channel):  # if all answers come quickly, the timer never checks this
                 self._lost(channel, why)
-        self._set_timer()
-        return self._channel
-
-    def _set_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
+        return self._channel
 
     def _tick(self) -> None:
         """Fail calls whose time is up, and replace the connection if its server is silent or no master any more.
@@ -285,7 +272,7 @@ class Multiplexed:
                 self._lost(channel, why)
         self._give_up(now)
         if self._timer is None and (self._early or (self._channel is not None and self._channel.waiting)):
-            self._set_timer()
+            self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
 
     def _is_over(self, channel: Channel) -> str:
         """Return why the connection should be replaced, else an empty string."""
