@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/decide.lua) takes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """The workers of one model at one reading, with tables made from them.
 
@@ -56,15 +57,12 @@ class View:
     sorting: Mapping[str, int] = field(default_factory=dict)
     speeds: Mapping[str, int] = field(default_factory=dict)
     labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    _token_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def token_s(self) -> float:
         """Seconds of prefill of one token at a worker of median speed."""
-        if self._token_s is None:
-            speeds = sorted(worker.load.speed_tps for worker in self.workers if worker.load.speed_tps > 0)
-            object.__setattr__(self, "_token_s", 1 / speeds[len(speeds) // 2] if speeds else 0.0)
-        return self._token_s or 0.0
+        speeds = sorted(worker.load.speed_tps for worker in self.workers if worker.load.speed_tps > 0)
+        return 1 / speeds[len(speeds) // 2] if speeds else 0.0
 
     @property
     def step_s(self) -> float:

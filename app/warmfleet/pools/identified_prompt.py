@@ -119,24 +119,15 @@ def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt
 def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
-    """Return the workers that cannot serve the request. count: of its prompts, all of which have ``prompt_tokens``."""
-    if request.labels:
-        unlabelled = view.unlabelled(request.labels)
-        return tuple(dict.fromkeys((*unlabelled, *_unable(request, view, prompts, count, prompt_tokens))))
-    return _unable(request, view, prompts, count, prompt_tokens)
+    """Return the workers that lack a label, do not serve the request's model name, or have too short a context.
 
-
-def _unable(
-    request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
-) -> tuple[str, ...]:
-    """Return the workers that do not serve the request's model name, or have too short a context."""
+    count: of its prompts, all of which have ``prompt_tokens``.
+    """
+    unlabelled = view.unlabelled(request.labels) if request.labels else ()
     if not (view.limits or view.names.differ):
-        return ()
-    if len(prompts) == 1:
-        longest = prompts[0].tokens
-    else:
-        longest = max([prompt.tokens for prompt in prompts], default=0 if count > 1 else prompt_tokens)
-    return view.barred(request.model, longest + (request.max_tokens or 1))
+        return unlabelled
+    longest = max([prompt.tokens for prompt in prompts], default=0 if count > 1 else prompt_tokens)
+    return tuple(dict.fromkeys((*unlabelled, *view.barred(request.model, longest + (request.max_tokens or 1)))))
 
 
 async def _reproduced(request: Request, view: View) -> _Found:

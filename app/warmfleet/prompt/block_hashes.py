@@ -73,26 +73,18 @@ class Hasher:
         previous: the digest of the block before. ids: the tokens from that block on. The salt is part of a prompt's
         first block only; lora (name and path of the adapter) is part of every block.
         """
-        size = self.scheme.block_tokens
-        found: list[bytes] = []
+        size, at_once = self.scheme.block_tokens, self._blocks_at_once
         count = min(len(ids) // size, MAX_BLOCKS - blocks)
-        at_once = self._blocks_at_once
-        if 0 < count <= at_once:
-            return self._digests(previous, ids[: count * size], None if blocks else salt, lora, first=not blocks)
+        found: list[bytes] = []
         for start in range(0, count, at_once):
             part = ids[start * size : min(start + at_once, count) * size]
-            first = blocks + start == 0
-            found += self._digests(previous, part, salt if first else None, lora, first=first)
+            parent, its_salt = (previous, None) if blocks + start else (None, salt)
+            try:
+                found += self._cbor_digests(previous, part, its_salt, lora)
+            except IndexError:  # an id is not in the table, or there is none; the slower function takes every id
+                found += wire.chain_hashes(self.scheme, part, parent, its_salt, lora, self._new)
             previous = found[-1]
         return found
-
-    def _digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora, *, first: bool) -> list[bytes]:
-        try:
-            if self._table:
-                return self._cbor_digests(previous, ids, salt, lora)
-        except IndexError:  # an id is beyond the table; the slower function below takes every id
-            pass
-        return wire.chain_hashes(self.scheme, ids, None if first else previous, salt, lora, self._new)
 
     def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.

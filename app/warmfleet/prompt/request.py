@@ -61,7 +61,7 @@ _MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
 _ARGUMENTS = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
 )
-# A body without any of these fields is read by ``_plain``.
+# A body without any of these fields needs no look at them.
 _ASKS_FOR_MORE = (
     _MAY_BE_UNFORESEEN
     | _MAY_BE_REFUSED
@@ -209,25 +209,27 @@ def in_utf8(body: bytes) -> bytes:
 
 def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str] = (), size_bytes: int = 0) -> Request:
     """Make the request of a body that is parsed already. size_bytes: length of the body."""
-    if _ASKS_FOR_MORE.isdisjoint(data):
-        return _plain(endpoint, data, size_bytes)
-    refuse_fields(data, allowed)
-    request = Request(
-        endpoint=endpoint,
-        model=typed(data, "model", str, ""),
-        stream=_flag(data, "stream"),
-        samples=samples_to_book(_whole(data, "n")),
-        max_tokens=_limit(data, "max_tokens") if endpoint == "completions" else _chats_limit(data),
-        salt=salt_of(data),
-        add_special_tokens=_flag(data, "add_special_tokens", default=endpoint == "completions"),
-        unforeseen=_unforeseen(endpoint, data),
-        size_bytes=size_bytes,
-        priority=priority_of(data),
-        text_only=not _MAY_BE_TEXT_ONLY.isdisjoint(data) and any(_may_be_set(data, name) for name in TEXT_ONLY),
-        request_id=request_id_of(data),
-    )
-    if type(key := data.get("prompt_cache_key")) is str:
-        request.cache_key = key
+    if _ASKS_FOR_MORE.isdisjoint(data):  # most bodies have only a model, a limit and a prompt
+        model, stream, limit = typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
+        request = Request(endpoint, model, stream, 1, limit, None, endpoint == "completions", "", size_bytes=size_bytes)
+    else:
+        refuse_fields(data, allowed)
+        request = Request(
+            endpoint=endpoint,
+            model=typed(data, "model", str, ""),
+            stream=_flag(data, "stream"),
+            samples=samples_to_book(_whole(data, "n")),
+            max_tokens=_limit(data, "max_tokens") if endpoint == "completions" else _chats_limit(data),
+            salt=salt_of(data),
+            add_special_tokens=_flag(data, "add_special_tokens", default=endpoint == "completions"),
+            unforeseen=_unforeseen(endpoint, data),
+            size_bytes=size_bytes,
+            priority=priority_of(data),
+            text_only=not _MAY_BE_TEXT_ONLY.isdisjoint(data) and any(_may_be_set(data, name) for name in TEXT_ONLY),
+            request_id=request_id_of(data),
+        )
+        if type(key := data.get("prompt_cache_key")) is str:
+            request.cache_key = key
     if endpoint == "completions":
         if request.unforeseen != "embeds":
             _read_prompts(request, data)
@@ -235,19 +237,6 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
         _read_messages(request, data)
         request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
         request.arguments = _template_arguments(data)
-    return request
-
-
-def _plain(endpoint: Endpoint, data: dict[str, Any], size_bytes: int) -> Request:
-    """Make the request of a body with none of _ASKS_FOR_MORE: most have only a model, a limit and a prompt."""
-    model, stream, limit = typed(data, "model", str, ""), _flag(data, "stream"), _limit(data, "max_tokens")
-    request = Request(endpoint, model, stream, 1, limit, None, endpoint == "completions", "")
-    request.size_bytes = size_bytes
-    if endpoint == "completions":
-        _read_prompts(request, data)
-    else:
-        _read_messages(request, data)
-        request.arguments = {"add_generation_prompt": True, "continue_final_message": False}
     return request
 
 

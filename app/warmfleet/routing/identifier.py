@@ -40,20 +40,6 @@ class Identifier:
         prompt = await identify_here(request, pool)
         if prompt.reason in ENGINE_CAN_TELL:
             prompt = await self._from_elsewhere(pool, request, prompt, body, headers)
-        self._count(pool, prompt)
-        return prompt
-
-    async def _from_elsewhere(
-        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
-    ) -> IdentifiedPrompt:
-        """Return ``prompt``, or a better one with token ids that the client gave or an engine told."""
-        given = [ids for ids in request.prompts if isinstance(ids, list)]
-        if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
-            return identify_ids(request, pool.view, given, "exact")
-        ids = await self._engines.token_ids(pool, request, prompt, body, headers)
-        return identify_ids(request, pool.view, [ids], "engine") if ids else prompt
-
-    def _count(self, pool: Pool, prompt: IdentifiedPrompt) -> None:
         self._kinds(prompt.kind, pool.tag).inc()
         if prompt.prompts:
             known, new = self._tokens(pool.tag)
@@ -66,3 +52,14 @@ class Identifier:
                 self._logged.add((pool.tag, prompt.reason))
                 text = "%s: a prompt is not known here and is routed by load: %s (logged once for each reason)"
                 logger.info(text, pool.tag, prompt.reason)
+        return prompt
+
+    async def _from_elsewhere(
+        self, pool: Pool, request: Request, prompt: IdentifiedPrompt, body: bytes, headers: bytes
+    ) -> IdentifiedPrompt:
+        """Return ``prompt``, or a better one with token ids that the client gave or an engine told."""
+        given = [ids for ids in request.prompts if isinstance(ids, list)]
+        if prompt.reason == "no_identity" and given and len(given) == len(request.prompts):
+            return identify_ids(request, pool.view, given, "exact")
+        ids = await self._engines.token_ids(pool, request, prompt, body, headers)
+        return identify_ids(request, pool.view, [ids], "engine") if ids else prompt
