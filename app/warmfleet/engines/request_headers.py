@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from warmfleet.errors import UpstreamError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
 MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
 #: A space would split the id in a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
@@ -22,11 +22,10 @@ def safe_request_id(client_id: bytes) -> str:
     return kept or os.urandom(12).hex()
 
 
-def header_lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def header_lines(headers: Collection[tuple[bytes, bytes]]) -> bytes:
     """Return the headers as lines of a request. Raises UpstreamError if a line break or NUL is in a header."""
-    made = [name + b": " + value + b"\r\n" for name, value in headers]
-    lines = b"".join(made)
-    if lines.count(b"\n") != len(made) or lines.count(b"\r") != len(made) or b"\0" in lines:
+    lines = b"".join(map(b"%b: %b\r\n".__mod__, headers))
+    if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
         raise UpstreamError("A header for the worker has a line break in it.")
     return lines
 

@@ -18,7 +18,7 @@ from warmfleet.errors import BadArgument
 from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
-from warmfleet.fleet.connection.packing import NOTHING, PACKED, pack, pack_bytes, pack_int, pack_names, pack_text
+from warmfleet.fleet.connection.packing import NOTHING, pack, pack_bytes, pack_int, pack_names, pack_text
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS
 from warmfleet.protocol.wire import RESERVATION_PREFIX
@@ -370,16 +370,16 @@ class Bookings:
             _packed_policy(question.policy),
             pack_int(question.prompt_tokens),
             pack_int(question.decode_tokens),
-            PACKED[mode],
+            pack_int(mode),
             pack_names(question.exclude) if question.exclude else NOTHING,
             b"$10\r\n%010d\r\n" % question.tie_seed,
-            pack_int(question.prefix_tokens) if question.prefix_tokens else PACKED[0],
+            pack_int(question.prefix_tokens),
             pack_names(question.order) if question.order else NOTHING,
             pack(question.objective_s) if question.objective_s else NO_OBJECTIVE,
             pack_bytes(question.tenant) if in_turn else NOTHING,
-            PACKED[min(max(question.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS],
+            pack_int(min(max(question.priority, FIRST_CLASS), LAST_CLASS) - FIRST_CLASS),
             pack_int(question.waited_ms),
-            PACKED[(1 if question.displaces else 2) if question.may_wait else 0],
+            pack_int((1 if question.displaces else 2) if question.may_wait else 0),
             pack_names(question.barred) if question.barred else NOTHING,
             question.limits.packed if question.limits is not None else NOTHING,
         ]

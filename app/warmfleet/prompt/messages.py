@@ -7,6 +7,7 @@ the label of a counter, and the request is routed by load alone.
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ KNOWN_PART_FIELDS = frozenset(
 )
 #: Roles whose messages ``conversation`` must not copy unchanged, even if they have only a text.
 _OTHER_FIELDS = frozenset({"system", "developer"})
+_ROLE = itemgetter("role")
 BILLING_HEADER = "x-anthropic-billing-header"  # begins a first line of system text that differs in each request
 
 
@@ -184,7 +186,7 @@ def developer_to_system(messages: list[Message]) -> list[Message]:
 
     All system text goes to the front.
     """
-    if "developer" not in [message["role"] for message in messages]:
+    if "developer" not in map(_ROLE, messages):
         return messages
     messages = [_as_system(message) if message["role"] == "developer" else message for message in messages]
     systems = [index for index, message in enumerate(messages) if message["role"] == "system"]

@@ -121,13 +121,15 @@ class Identity:
         large = request.size_bytes > INLINE_BYTES
         if request.endpoint == "chat":
             template = self._template
-            local = None if template is None else template.local
-            if local is None and template is not None:
+            if template is None:
+                raise NotReproducible("no_template")
+            local = template.local
+            if local is None:
                 text = await self._render_apart(request, cast("WorkerTemplate", template))
             elif large:
                 return [await self._in_executor(lambda: self._read_now(self.render(request), reading))]
             else:
-                text = self._rendered(request, local)
+                text = local.render(*self._rendering(request, local, local.content_format))
         elif large or len(request.prompts) > 1:
             return await self._in_executor(self._read_all, request.prompts, reading)
         else:
@@ -170,7 +172,7 @@ class Identity:
     async def _variant(
         self, template: ChatTemplate | WorkerTemplate, form: Format, request: Request, change: Change
     ) -> str:
-        make = partial(self._rendering, request, form, knows_developer=template.knows_developer, change=change)
+        make = partial(self._rendering, request, template, form, change)
         local = template.local
         if local is None:
             return await cast("WorkerTemplate", template).render(*await self._in_executor(make))
@@ -178,23 +180,23 @@ class Identity:
 
     def render(self, request: Request) -> str:
         """Render the prompt text of a chat in this process. Raises NotReproducible."""
-        return self._rendered(request, None if self._template is None else self._template.local)
-
-    def _rendered(self, request: Request, template: ChatTemplate | None) -> str:
+        template = None if self._template is None else self._template.local
         if template is None:
             raise NotReproducible("no_template")
-        rendering = self._rendering(request, template.content_format, knows_developer=template.knows_developer)
-        return template.render(*rendering)
+        return template.render(*self._rendering(request, template, template.content_format))
 
     async def _render_apart(self, request: Request, template: WorkerTemplate) -> str:
         """Render the prompt text of a chat in the template's own process. Raises NotReproducible."""
-        form = await template.ready()
-        make = partial(self._rendering, request, form, knows_developer=template.knows_developer)
+        make = partial(self._rendering, request, template, await template.ready())
         large = request.size_bytes > INLINE_BYTES
         return await template.render(*(await self._in_executor(make) if large else make()))
 
     def _rendering(
-        self, request: Request, content_format: Format, *, knows_developer: bool, change: Change | None = None
+        self,
+        request: Request,
+        template: ChatTemplate | WorkerTemplate,
+        content_format: Format,
+        change: Change | None = None,
     ) -> Rendering:
         """Return the messages, the variables that requests may set, and the fixed variables, as the template gets them.
 
@@ -213,7 +215,7 @@ class Identity:
             messages = with_names_first(messages)
         if change is not None:
             messages = change(messages)
-        if not knows_developer:
+        if not template.knows_developer:
             messages = developer_to_system(messages)
         return (
             messages,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.fleet import Renewal
 from warmfleet.pools.stalled_requests import Try
+from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
+    from warmfleet.routing.call import Call
     from warmfleet.routing.settlements import Settlements
     from warmfleet.tracing.request_record import TryRecord
 
@@ -158,14 +160,14 @@ class Booking:
 
     # ------------------------------------------------ at the worker
 
-    @property
-    def owner(self) -> str:
-        """The owner of this request's load in the worker's reports: the reservation, or ``unbooked`` if Redis booked
-        none.
+    def id_at_engine(self, call: Call) -> str:
+        """Return the X-Request-Id for an engine.
 
-        The worker must report unbooked load as foreign, or else no decision would count it.
+        It begins with the owner of the load, by which the worker plugin reports: the reservation, or ``unbooked`` if
+        Redis booked none. The worker must report unbooked load as foreign, or else no decision would count it.
         """
-        return self.reservation if self.state is BOOKED else "unbooked"
+        owner = self.reservation if self.state is BOOKED else "unbooked"
+        return f"{owner}.{ENDED_MARK if call.hints.ended else ''}{call.record.request_id}"
 
     @property
     def reservation_word(self) -> str:

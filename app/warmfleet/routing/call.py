@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from warmfleet.engines.engine_priority import priority
 from warmfleet.pools.identified_prompt import as_of
 from warmfleet.prompt.request import NO_LABELS
-from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,10 +75,6 @@ class Call(NamedTuple):
     limits: ClientLimits | None = None
     content_type: bytes = b""
     named: bool = True
-
-    def id_at_engine(self, owner: str) -> str:
-        """Return the X-Request-Id for an engine. owner: the reservation, by which the worker plugin reports on it."""
-        return f"{owner}.{ENDED_MARK if self.hints.ended else ''}{self.record.request_id}"
 
 
 class Job(NamedTuple):

@@ -67,21 +67,12 @@ class Decider:
         FleetUnavailable if the fleet was never read.
         """
         booking = attempt.chosen
-        pool = booking.pool
-        if not pool.degraded.asks_redis:
-            return STILL_QUEUED if booking.keeps_place else await self.without_redis(job, attempt, booking, "open")
-        question, explain = self._question(job, booking, may_wait=may_wait, displaces=True)
-        try:
-            answer = await pool.fleet.queue.decide_in_turn(question, explain=explain)
-        except WarmfleetError as error:
-            if self._goes_on_waiting(job, booking, error):
-                return STILL_QUEUED
-            if isinstance(error, CancelledReservation | RateLimited):  # about the request: Redis is well
-                raise
+        await self.ask(job, booking, may_wait=may_wait, displaces=True)
+        answer, error = booking.answer, booking.error
+        if isinstance(error, CancelledReservation | RateLimited):  # about the request: Redis is well
+            raise error
+        if answer is None:
             return await self.without_redis(job, attempt, booking, reason_of(error))
-        finally:
-            self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
-        self._answered(job, booking, answer)
         if isinstance(answer, Decision):
             self.keep(job, attempt, answer)
         elif answer.outcome == "queued":
@@ -89,27 +80,38 @@ class Decider:
         return answer
 
     async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
-        """Ask one of several pools for a decision, and put the answer or the error into the booking.
+        """Ask for a decision in the booking's pool, and put the answer or the error into the booking; neither if Redis
+        is not asked now.
 
         may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Without Redis no
-        worker is chosen here. The caller compares the answers and calls ``keep`` for the decision that counts.
+        worker is chosen here. A caller that asks several pools calls ``keep`` for the decision that counts.
         """
         pool, booking.answer, booking.error = booking.pool, None, None
-        if booking.keeps_place and not pool.degraded.asks_redis:
-            booking.answer = STILL_QUEUED
+        if not pool.degraded.asks_redis:
+            booking.answer = STILL_QUEUED if booking.keeps_place else None
             return
         question, explain = self._question(job, booking, may_wait=may_wait, displaces=displaces)
         try:
-            booking.answer = await pool.fleet.queue.decide_in_turn(question, explain=explain)
+            answer = booking.answer = await pool.fleet.queue.decide_in_turn(question, explain=explain)
         except WarmfleetError as error:
             if self._goes_on_waiting(job, booking, error):
                 booking.answer = STILL_QUEUED
             else:
                 booking.error = error
-        else:
-            self._answered(job, booking, booking.answer)
+            return
         finally:
             self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)
+        pool.degraded.succeeded()
+        if isinstance(answer, Queued):
+            booking.queued(answer)
+            return
+        booking.booked(answer)
+        if answer.seen is None:
+            return
+        if booking.rings is not None:
+            booking.log_line = record(pool.tag, question, pool.fleet.constants, answer, booking.rings)
+        if job.call.hints.explain:
+            booking.explanation = explanation(question, pool.fleet.constants.weights, answer)
 
     def _question(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool) -> tuple[Question, bool]:
         """Make the question under the policy and TTFT objective in force; return it, and whether to ask for reasons.
@@ -143,21 +145,6 @@ class Decider:
             booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)
         explain, pool.recent.wanted = job.logged or call.hints.explain or pool.recent.wanted, False
         return question, explain
-
-    def _answered(self, job: Job, booking: Booking, answer: Decision | Queued) -> None:
-        """Put the answer of Redis into the booking: a worker or a ticket, and the explanation."""
-        pool, question = booking.pool, booking.question
-        pool.degraded.succeeded()
-        if isinstance(answer, Queued):
-            booking.queued(answer)
-            return
-        booking.booked(answer)
-        if answer.seen is None:
-            return
-        if booking.rings is not None:
-            booking.log_line = record(pool.tag, question, pool.fleet.constants, answer, booking.rings)
-        if job.call.hints.explain:
-            booking.explanation = explanation(question, pool.fleet.constants.weights, answer)
 
     def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
         """Set the booking's state after an error. Return True if the request goes on waiting, as Redis is silent only
@@ -225,8 +212,10 @@ class Decider:
         return decision
 
 
-def reason_of(error: WarmfleetError) -> str:
+def reason_of(error: WarmfleetError | None) -> str:
     """Return why Redis did not choose, for the metrics. NO_WORKER may mean that Redis came back empty."""
+    if error is None:
+        return "open"
     if isinstance(error, NoWorker):
         return NO_WORKER
     return "away" if isinstance(error, FleetUnavailable) else error.code

@@ -193,9 +193,7 @@ class _Comparison:
         is decided like a new one.
         """
         own = self._attempt.chosen
-        own.answer = own.error = None
-        if own.pool.degraded.asks_redis or own.keeps_place:
-            await self._choice.decider.ask(self._job, own, may_wait=may_wait)
+        await self._choice.decider.ask(self._job, own, may_wait=may_wait)
         if isinstance(own.answer, Decision):
             return self._stands(own.answer)
         line = _line(own)

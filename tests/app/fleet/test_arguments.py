@@ -33,7 +33,6 @@ from warmfleet.fleet import (
 from warmfleet.fleet.bookings import Outcome
 from warmfleet.fleet.client import Scripts, argv
 from warmfleet.fleet.codes import Mode
-from warmfleet.fleet.connection.packing import SMALL
 from warmfleet.fleet.script_loader import script_text
 from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
@@ -133,7 +132,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
     )
 
 
-NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 2 * SMALL)
+NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 40_000)
 NAMES = st.lists(st.text(min_size=1), max_size=3).map(tuple)
 CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_size=100)), max_size=4).map(tuple)
 

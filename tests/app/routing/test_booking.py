@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -17,6 +18,7 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.booking import Booking, BookingState
+from warmfleet.routing.call import NO_HINTS
 from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tickets import Tickets
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 NAME = "wf-0attempt"
+CALL: Any = SimpleNamespace(hints=NO_HINTS, record=SimpleNamespace(request_id="id"))
 DECISION = Decision(NAME, "booked", "w.0", "w", "http://w", 0, 10, False, False, 0.1, 0, False, 10, 20)
 
 
@@ -156,11 +159,11 @@ async def test_release_gives_back_what_was_taken_once(
 async def test_the_worker_is_told_only_a_reservation_that_is_booked() -> None:
     booking, settlements, _ = begun()
     booking.chose_without_redis(DECISION)
-    assert (booking.owner, booking.reservation_word) == ("unbooked", "fallback")
+    assert (booking.id_at_engine(CALL), booking.reservation_word) == ("unbooked.id", "fallback")
     booking.release("finished")
     booking, settlements, _ = begun()
     booked(booking)
-    assert (booking.owner, booking.reservation_word) == (NAME, "booked")
+    assert (booking.id_at_engine(CALL), booking.reservation_word) == (f"{NAME}.id", "booked")
     booking.release("finished")
     await settlements.drained()
 

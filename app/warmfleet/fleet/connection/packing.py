@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,14 +28,13 @@ def pack_text(value: str) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
-SMALL = 16_384  # number of integers from 0 on that are packed beforehand (1 MB); most token counts are among them
-PACKED = tuple(map(pack, range(SMALL)))
 NOTHING = pack("")
 
 
+@lru_cache(maxsize=8_192)
 def pack_int(value: int) -> bytes:
-    """Pack an integer, from a table if it is small."""
-    return PACKED[value] if 0 <= value < SMALL else pack(value)
+    """Pack an integer; the last ones are kept, because most counts of tokens come again."""
+    return pack_bytes(b"%d" % value)
 
 
 def pack_names(values: Iterable[str]) -> bytes:
