@@ -17,7 +17,7 @@ from warmfleet.api.listening.parent import Parent
 from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.ports import OWN_ADMIN_PORT, listen
-from warmfleet.cli.local.replicas import Replicas, bind, replica_command
+from warmfleet.cli.local.replicas import Replicas, bind
 from warmfleet.main import log_output, serve
 from warmfleet.settings import Settings
 
@@ -87,7 +87,7 @@ def _several(options: argparse.Namespace) -> int:
     if options.reuse_port:
         raise CommandError("--workers and --reuse-port exclude each other")
     settings = settings_of(options)
-    command = replica_command(sys.argv[sys.argv.index("serve") + 1 :])
+    command = [sys.executable, "-m", "warmfleet", "serve", *sys.argv[sys.argv.index("serve") + 1 :]]
     with log_output(settings):
         replicas = Replicas(command, bind(settings, options.workers), settings.drain_s + settings.shutdown_grace_s)
         return asyncio.run(replicas.run())

@@ -118,7 +118,7 @@ class Scripts:
 
         The answer must be small, because answers to decisions wait behind it. Raises FleetUnavailable.
         """
-        return await asked(self.redis, pack_command(*words), _as_it_is, self.timeouts.upkeep_s)
+        return await asked(self.redis, pack_command(*words), lambda answer: answer, self.timeouts.upkeep_s)
 
     def together(self, calls: Sequence[tuple[str, bytes]]) -> asyncio.Future[list[Any]]:
         """Send several calls in one write; the future becomes their answers in the same order.
@@ -180,10 +180,6 @@ def asked(
 
     redis.multiplexed.send(None, command, limit_s, take)
     return future
-
-
-def _as_it_is(answer: Any) -> Any:
-    return answer
 
 
 def pairs(answer: Any) -> dict[bytes, Any]:

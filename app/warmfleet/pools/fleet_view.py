@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/decide.lua) takes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """The workers of one model at one reading, with tables made from them.
 
@@ -32,7 +31,7 @@ class View:
     the tokenizer files that most workers have; None if no worker has any, or the settings name a tokenizer.
     max_model_len: the longest context of all routable workers, in tokens. names: served by the workers. streams: names
     of the streams of the workers and their API servers. unreported: workers behind a bridge that reports no finished
-    prefill. read_at: monotonic seconds.
+    prefill. token_s: seconds of prefill of a token at a worker of median speed. read_at: monotonic seconds.
     By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
     limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
     (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
@@ -56,13 +55,8 @@ class View:
     unreported: frozenset[str] = frozenset()
     sorting: Mapping[str, int] = field(default_factory=dict)
     speeds: Mapping[str, int] = field(default_factory=dict)
+    token_s: float = 0.0
     labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @cached_property
-    def token_s(self) -> float:
-        """Seconds of prefill of one token at a worker of median speed."""
-        speeds = sorted(worker.load.speed_tps for worker in self.workers if worker.load.speed_tps > 0)
-        return 1 / speeds[len(speeds) // 2] if speeds else 0.0
 
     @property
     def step_s(self) -> float:
@@ -133,6 +127,8 @@ def view_of(
 ) -> View:
     """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
+    speeds = {worker.worker_id: worker.load.speed_tps for worker in workers}
+    known = sorted(speed_tps for speed_tps in speeds.values() if speed_tps > 0)
     plugged = [worker for worker in workers if not worker.approximate]
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
@@ -154,7 +150,8 @@ def view_of(
         },
         unreported=frozenset(worker.worker_id for worker in workers if _facts(worker).get("reports_prefills") is False),
         sorting={worker.worker_id: worker.load.speed_tps for worker in workers if _facts(worker).get("takes_priority")},
-        speeds={worker.worker_id: worker.load.speed_tps for worker in workers},
+        speeds=speeds,
+        token_s=1 / known[len(known) // 2] if known else 0.0,
         labels={worker.worker_id: worker.labels for worker in workers if worker.record.get("labels")},
         names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),

@@ -131,7 +131,8 @@ class Tries:
 
     def _give_up(self, requests: Sequence[Try], now: float) -> int:
         quiet = [request for request in requests if request.quiet_s(now) >= self._timing.quiet_s]
-        given_up = [request.worker_id for request in quiet if request.response.fail(_gone())]
+        gone = "The worker shows no sign of life any more."
+        given_up = [request.worker_id for request in quiet if request.response.fail(UpstreamGone(gone))]
         if given_up:
             names = ", ".join(sorted(set(given_up)))
             logger.warning("no sign of life from %s: %d waiting requests are given up", names, len(given_up))
@@ -141,7 +142,3 @@ class Tries:
 def _expired(worker: WorkerView) -> bool:
     """Return whether the worker's last heartbeat is older than the TTL; False for a worker that left."""
     return worker.heartbeat_age_s is not None and not worker.heard
-
-
-def _gone() -> UpstreamGone:
-    return UpstreamGone("The worker shows no sign of life any more.")

@@ -203,15 +203,13 @@ def _strftime_now(form: str) -> str:
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
     """Return whether ``node`` reads the variable ``name`` (or its ``key``), perhaps through filters and slices."""
-    while isinstance(node, nodes.Filter | nodes.Test) or _is_slice(node):
-        node = node.node  # type: ignore[union-attr]  # mypy does not see through _is_slice
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
     if key is not None:
         node = _owner(node, key)
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
-
-
-def _is_slice(node: nodes.Node | None) -> bool:
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
 
 
 def _owner(node: nodes.Node | None, key: str) -> nodes.Node | None:

@@ -236,7 +236,10 @@ def from_dict(endpoint: Endpoint, data: dict[str, Any], allowed: Collection[str]
     else:
         _read_messages(request, data)
         request.tools, request.tool_choice = data.get("tools"), data.get("tool_choice")
-        request.arguments = _template_arguments(data)
+        if _ARGUMENTS.isdisjoint(data):
+            request.arguments = {"add_generation_prompt": True, "continue_final_message": False}
+        else:
+            request.arguments = _template_arguments(data)
     return request
 
 
@@ -407,8 +410,6 @@ def _read_messages(request: Request, data: dict[str, Any]) -> None:
 
 def _template_arguments(data: dict[str, Any]) -> dict[str, Any]:
     """Return the template's arguments as vLLM merges them: fields of the request override its chat_template_kwargs."""
-    if _ARGUMENTS.isdisjoint(data):
-        return {"add_generation_prompt": True, "continue_final_message": False}
     arguments = typed(data, "chat_template_kwargs", dict, None) or {}
     effort = data.get("reasoning_effort")
     fields = {

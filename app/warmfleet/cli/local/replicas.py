@@ -11,7 +11,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -292,11 +291,6 @@ class Replicas:
             replica.signal(signal.SIGKILL)
             await replica.process.wait()
         self._alive.discard(replica)
-
-
-def replica_command(arguments: Sequence[str]) -> list[str]:
-    """Make the command that starts a replica with these arguments of ``serve``."""
-    return [sys.executable, "-m", "warmfleet", "serve", *arguments]
 
 
 def _in_words(status: int) -> str:

@@ -194,8 +194,14 @@ class Multiplexed:
         self._bytes = held
         due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
         call = Call(script, command, on_answer, due, last, moved)
-        if self._timer is None:
-            channel = self._begin_to_wait(channel)
+        if self._timer is None:  # no other call waits; where all answers come quickly, the timer never looks
+            self._silent_s = 0.0
+            if channel is not None:
+                channel.heard = False
+                if why := self._is_over(channel):
+                    self._lost(channel, why)
+                    channel = None
+            self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
         if channel is not None:
             channel.send(call, patient=patient)
             return
@@ -245,16 +251,6 @@ class Multiplexed:
             call.on_answer(None, FleetUnavailable(why))
 
     # ------------------------------------------------ time
-
-    def _begin_to_wait(self, channel: Channel | None) -> Channel | None:
-        """Start the timer for the first call that waits. Return the call's connection; None if it must be opened."""
-        self._silent_s = 0.0
-        if channel is not None:
-            channel.heard = False
-            if why := self._is_over(channel):  # if all answers come quickly, the timer never checks this
-                self._lost(channel, why)
-        self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
-        return self._channel
 
     def _tick(self) -> None:
         """Fail calls whose time is up, and replace the connection if its server is silent or no master any more.
