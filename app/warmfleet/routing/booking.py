@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
-    from warmfleet.routing.call import Call
     from warmfleet.routing.settlements import Settlements
     from warmfleet.tracing.request_record import TryRecord
 
@@ -160,14 +159,14 @@ class Booking:
 
     # ------------------------------------------------ at the worker
 
-    def id_at_engine(self, call: Call) -> str:
-        """Return the X-Request-Id for an engine.
+    def id_at_engine(self, request_id: str, *, ended: bool) -> str:
+        """Return the X-Request-Id for an engine. ended: the conversation ends with this request.
 
         It begins with the owner of the load, by which the worker plugin reports: the reservation, or ``unbooked`` if
         Redis booked none. The worker must report unbooked load as foreign, or else no decision would count it.
         """
         owner = self.reservation if self.state is BOOKED else "unbooked"
-        return f"{owner}.{ENDED_MARK if call.hints.ended else ''}{call.record.request_id}"
+        return f"{owner}.{ENDED_MARK if ended else ''}{request_id}"
 
     @property
     def reservation_word(self) -> str:

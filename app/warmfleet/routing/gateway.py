@@ -137,7 +137,7 @@ class Gateway:
 
     def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
         pool = attempt.chosen.pool
-        headers = {"X-Request-Id": attempt.chosen.id_at_engine(job.call)}
+        headers = {"X-Request-Id": attempt.chosen.id_at_engine(job.call.record.request_id, ended=job.call.hints.ended)}
         rank = pool.view.ranks.get(decision.worker_id)
         if rank is not None:
             headers["X-data-parallel-rank"] = str(rank)

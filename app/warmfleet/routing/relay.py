@@ -114,7 +114,7 @@ class Relay:
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
         call, booking, record = job.call, attempt.chosen, attempt.record
-        view, request_id = booking.pool.view, booking.id_at_engine(call)
+        view, request_id = booking.pool.view, booking.id_at_engine(call.record.request_id, ended=call.hints.ended)
         record.sent(request_id, with_ids=body is not job.body)
         headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), record.headers)
         rank = view.ranks.get(decision.worker_id)

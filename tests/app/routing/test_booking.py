@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -18,7 +17,6 @@ from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.pools.pool import Pool
 from warmfleet.routing.booking import Booking, BookingState
-from warmfleet.routing.call import NO_HINTS
 from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tickets import Tickets
 
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
 NAME = "wf-0attempt"
-CALL: Any = SimpleNamespace(hints=NO_HINTS, record=SimpleNamespace(request_id="id"))
 DECISION = Decision(NAME, "booked", "w.0", "w", "http://w", 0, 10, False, False, 0.1, 0, False, 10, 20)
 
 
@@ -159,11 +156,11 @@ async def test_release_gives_back_what_was_taken_once(
 async def test_the_worker_is_told_only_a_reservation_that_is_booked() -> None:
     booking, settlements, _ = begun()
     booking.chose_without_redis(DECISION)
-    assert (booking.id_at_engine(CALL), booking.reservation_word) == ("unbooked.id", "fallback")
+    assert (booking.id_at_engine("id", ended=True), booking.reservation_word) == ("unbooked.~id", "fallback")
     booking.release("finished")
     booking, settlements, _ = begun()
     booked(booking)
-    assert (booking.id_at_engine(CALL), booking.reservation_word) == (f"{NAME}.id", "booked")
+    assert (booking.id_at_engine("id", ended=False), booking.reservation_word) == (f"{NAME}.id", "booked")
     booking.release("finished")
     await settlements.drained()
 
