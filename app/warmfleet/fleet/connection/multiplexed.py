@@ -194,11 +194,11 @@ class Multiplexed:
         self._bytes = held
         due, last = self._clock + limit_s + self._step_s, time.monotonic() + limit_s + MOST_S
         call = Call(script, command, on_answer, due, last, moved)
-        if self._timer is None:  # no other call waits; where all answers come quickly, the timer never looks
+        if self._timer is None:  # no other call waits
             self._silent_s = 0.0
             if channel is not None:
                 channel.heard = False
-                if why := self._is_over(channel):
+                if why := self._is_over(channel):  # no timer looks where all answers come quickly
                     self._lost(channel, why)
                     channel = None
             self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
