@@ -181,7 +181,7 @@ class Fixture:
         self.stores = {tag: Store(tag) for tag in TAGS}
         self.pools = [Pool(tag, cast("Fleet", store), DegradedMode(60.0)) for tag, store in self.stores.items()]
         for pool in self.pools:
-            pool.show(View((worker(pool.tag),), read_at=1.0, ids=(f"{pool.tag}.w",)))
+            pool.show(View((worker(pool.tag),), read_at=1.0, ids=(f"{pool.tag}.w",), token_s=0.01))
         self.metrics = Metrics()
         self.settlements = Settlements(Tickets(), self.metrics)
         settings = Settings(models=TAGS)
