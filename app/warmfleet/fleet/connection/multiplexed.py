@@ -198,7 +198,7 @@ class Multiplexed:
             self._silent_s = 0.0
             if channel is not None:
                 channel.heard = False
-                if why := self._is_over(channel):  # no timer looks where all answers come quickly
+                if why := self._is_over(channel):  # if all answers come quickly, the timer never checks this
                     self._lost(channel, why)
                     channel = None
             self._timer = asyncio.get_running_loop().call_later(self._step_s, self._tick)
