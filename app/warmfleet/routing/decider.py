@@ -70,7 +70,11 @@ class Decider:
         await self.ask(job, booking, may_wait=may_wait, displaces=True)
         answer, error = booking.answer, booking.error
         if isinstance(error, CancelledReservation | RateLimited):  # about the request: Redis is well
-            raise error
+            booking.error = None
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would hold this frame, with the body, until a collection of garbage
         if answer is None:
             return await self.without_redis(job, attempt, booking, reason_of(error))
         if isinstance(answer, Decision):
