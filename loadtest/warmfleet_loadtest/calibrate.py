@@ -135,7 +135,7 @@ def fit(samples: dict[str, Any], limits: Limits) -> StepCosts:
 
 
 def _prefill_row(held: int, tokens: int, step_tokens: int) -> np.ndarray[Any, Any]:
-    """Return by what each coefficient is multiplied in the TTFT of one prompt."""
+    """Return the factor of each cost (in the order of NAMES) in one prompt's TTFT. held: number of cached tokens."""
     work = dict.fromkeys(NAMES, 0.0)
     work["request_s"], work["request_token_s"] = 1.0, float(tokens)
     done = held

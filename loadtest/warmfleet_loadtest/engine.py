@@ -170,7 +170,7 @@ async def serve(args: argparse.Namespace) -> None:
                 print(f"engine {index} publishes KV events on port {events.port}", flush=True)
                 print(f"engine {index} replays KV events on port {events.replay_port}", flush=True)
                 source = f"{url}=tcp://127.0.0.1:{events.port},replay=tcp://127.0.0.1:{events.replay_port}"
-                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # no hub has the demo's tokenizer
+                options = f"--tokenizer {args.tokenizer or 'none'} --engine {source}"  # none: the demo's is on no hub
                 print(f"engine {index} is bridged by: warmfleet bridge --redis URL {options}", flush=True)
             print(f"engine {index} serves {args.model[0]} on {url}", flush=True)
         if args.chooser:

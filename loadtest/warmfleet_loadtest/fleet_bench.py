@@ -71,7 +71,7 @@ class Bench:
     texts: bool
 
 
-ENDING_S = 2.0  # longest time from a refused connection until the end of its process is known
+ENDING_S = 2.0  # longest time from a refused connection until the operating system reports that the process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
 
 @cache
 def _speller() -> Callable[[Sequence[int]], str]:
-    """Return a function from token ids to a text of as many tokens for the engines' tokenizer: a word for each id."""
+    """Return a function that turns token ids into a text, a word for each id; the engines read a word as one token."""
     words = [word for _token_id, word in PromptTokenizer.load().words]
     return lambda ids: "".join(words[token_id - FIRST_TOKEN] for token_id in ids)
 
@@ -224,7 +224,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bench_of(args: argparse.Namespace) -> Bench:
-    """Return the bench that the command line asks for. Defaults depend on the trace; a file gets the conversation's.
+    """Return the bench of the command line. Each public trace has its defaults; a file has the conversation trace's.
 
     Reads the whole trace, so that a fault near its end is found before the first run. Raises ValueError, OSError.
     """
@@ -248,7 +248,7 @@ def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
-        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # to compare the plugin with
+        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # to compare the plugin
         if args.policy or beside or not fleets:
             fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas, policies) + fleets
         bench = bench_of(args)

@@ -52,7 +52,7 @@ LOCUSTFILE = Path(__file__).parents[1] / "locustfile.py"
 EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
-FINISH_S = 200.0  # longest time for Locust's last requests and its report; three tries of a request take less
+FINISH_S = 200.0  # longest time for Locust's last requests and its report; a request has three tries of 60 s
 LATE_S = 60.0  # longest time after the duration in which an added process may still get its first request
 POLL_S = 0.2
 LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between progress lines, in a file and on a terminal
@@ -252,7 +252,7 @@ def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
 
 
 def _locust_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Turn our options into the locustfile's. Only shapes that depend on the run's length get its exact seconds."""
+    """Return the locustfile's options. ``seconds`` is longer than the run, unless the arrivals are spread over it."""
     seconds = options.duration if options.arrivals in ("ramp", "diurnal") else options.duration + LATE_S
     return argparse.Namespace(**vars(options), seconds=seconds)
 

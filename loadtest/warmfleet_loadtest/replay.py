@@ -54,7 +54,7 @@ class Target:
 
 
 class Balance:
-    """The client's own balancer: a random URL, a URL by hash of the session, or that with the fewest open requests."""
+    """The client's own balancer: a random URL, one by hash of the session, or the URL with the fewest open requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-LATE_SHARE, CPU_SHARE = 0.05, 0.8  # most lateness (share of mean TTFT) and CPU (of a core) of a client to be believed
+LATE_SHARE, CPU_SHARE = 0.05, 0.8  # above these the client is the limit: p99 lateness / mean TTFT, CPU of one core
 
 
 def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, skip: float) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return each figure of the runs that is a number, as its mean over the runs.
 
     The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
-    has, by name, half the width of the 95 % interval of each mean (of the three counts, too: of their mean per run).
+    has, by name, half the width of the 95 % interval of the mean per run, also for these three counts.
     """
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}

@@ -11,7 +11,7 @@ WIDTH = 24
 
 
 class Progress:
-    """Call ``tick`` for each answer. A terminal gets one line that is redrawn, a file a line for each tenth."""
+    """Call ``tick`` for each answer. A terminal shows one line that is redrawn, a file gets ten lines in all."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label = label

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
-MAX_CATCH_UP = 0.25  # longest delay in seconds that later steps catch up
+MAX_CATCH_UP = 0.25  # seconds by which a step may begin too late and later steps still make up for the delay
 
 
 class EngineCore:
@@ -42,7 +42,7 @@ class EngineCore:
         self.busy_s = 0.0
         self.step_ends = 0.0
         self._meter = SpeedMeter()
-        self._left: frozenset[str] = frozenset()  # ids of requests reserved in a pool that the engine has left
+        self._left: frozenset[str] = frozenset()  # ids of requests from before the engine moved to another pool
         self._sinks: dict[Request, asyncio.Queue[Output]] = {}
         self._arrived = asyncio.Event()
         self._api_free = 0.0  # when the API server's one thread has handled all earlier requests
@@ -111,7 +111,7 @@ class EngineCore:
                     del self._sinks[output.request]
 
     def moved(self) -> None:
-        """Note that the engine has left a pool. The publisher's thread calls this."""
+        """Note that the engine has moved to another pool of the fleet. The publisher's thread calls this."""
         queues = self.scheduler.running.copy(), self.scheduler.waiting.copy()
         self._left = frozenset(request.request_id for queue in queues for request in queue)
 
@@ -125,7 +125,7 @@ class EngineCore:
 def load_of(scheduler: Scheduler, speed_tps: int, left: Collection[str] = ()) -> Load:
     """Return the load of an engine. Any thread may call this, because each list is copied by one C call.
 
-    left: ids of requests that count as foreign, because they were reserved in a pool that the engine has left.
+    left: ids of requests that count as sent by no router, because the engine has left the pool whose routers sent them.
     """
     running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
     prefill = decode = 0

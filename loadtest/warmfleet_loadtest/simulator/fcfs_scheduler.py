@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FcfsScheduler(Scheduler):
-    """decode_s: seconds per token of an answer. A decoding request keeps its blocks, but slows no other down."""
+    """Computes one prompt at a time; decoding slows no other request down. decode_s: seconds per token of an answer."""
 
     def __init__(self, pool: BlockPool, scheme: wire.Scheme, limits: Limits, decode_s: float = 0.02) -> None:
         super().__init__(pool, scheme, limits)

@@ -54,7 +54,7 @@ class Halves:
             capacity_blocks=scheduler.pool.blocks,
             max_model_len=scheduler.limits.max_model_len,
             version=f"sim {VERSION}",
-            closed=scheduler.follower is None,  # T-LRU may evict a prefix of another cached prompt
+            closed=scheduler.follower is None,  # T-LRU may evict a block but keep its successor
         )
         self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved)
         server = ServerConfig(

@@ -208,7 +208,7 @@ def _stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 def _wants(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
-    return type(value) is int or (value is not None and _flag(body, name))  # 0: the logprob of each token itself
+    return type(value) is int or (value is not None and _flag(body, name))  # a number, even 0, asks for logprobs
 
 
 def _not_imitated(name: str) -> RefusedError:
@@ -246,7 +246,7 @@ def _object(body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _max_tokens(kind: str, body: dict[str, Any]) -> int | None:
-    """Return the longest answer asked for; vLLM's defaults are 16 for completions and for chats what fits (None)."""
+    """Return the limit of the answer; without one vLLM takes 16 for completions, and for chats all that fits (None)."""
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             return max(1, _number(body, name, 1))

@@ -298,7 +298,7 @@ def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
 
 
 def _work(planned: dict[Request, int]) -> StepWork:
-    """Sum up the work of a step, before ``computed`` of its requests is raised."""
+    """Sum up the work of a step. Call it while ``computed`` of its requests does not contain this step yet."""
     prefill = prompts = decodes = context = 0
     pairs = 0.0
     for request, tokens in planned.items():

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TailPool(BlockPool):
-    """A ``BlockPool`` that its scheduler tells of each request (``Follower``). clock: monotonic seconds."""
+    """A ``BlockPool`` that evicts by T-LRU. As ``Follower`` it hears of each request. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TailPool(BlockPool):
         return super().allocate(count)
 
     def _give_up(self, count: int) -> None:
-        """Move as many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
+        """Before ``count`` blocks are taken, move tagged blocks to the free queue's front, to be evicted first."""
         now, silent = self._clock(), self.eviction.is_silent
         for _ in takewhile(lambda block: self._hash_of[block] is None or silent(block, now), self._free):
             count -= 1

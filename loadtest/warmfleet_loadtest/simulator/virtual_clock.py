@@ -112,7 +112,7 @@ class VirtualFleet:
         self._router = router
         self._speed = speed
         self._events: list[tuple[float, int, bool, Event]] = []
-        self._left = 0  # pending events that keep the run from ending
+        self._left = 0  # pending events for which ``run`` waits, and requests that are kept back
         self._order = count()
         self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
         self._kept_back: dict[Request, tuple[float, int]] = {}  # (arrival time, session)
@@ -133,7 +133,7 @@ class VirtualFleet:
         return self.served
 
     def at(self, when: float, event: Event, *, duty: bool = False) -> None:
-        """Call ``event`` at the time ``when``. duty: the event does not keep the run from ending."""
+        """Call ``event`` at the time ``when``. duty: upkeep of the router, for which ``run`` does not wait."""
         self._left += not duty
         heapq.heappush(self._events, (when, next(self._order), duty, event))
 
@@ -144,7 +144,7 @@ class VirtualFleet:
         self._kept_back[request] = (now, arrival.session)
         number = await self._router.choose(request, arrival, now)
         if number is None:
-            self._left += 1  # a request that waits keeps the run from ending
+            self._left += 1  # ``run`` waits for this request
         else:
             self._hand_over(request, number, now)
 

@@ -69,7 +69,7 @@ class Fleet:
 class Setup:
     """The engines of a run, as the options of their command line, and whether haproxy stands before the routers.
 
-    blocks: per engine. decode_s: wall seconds per token of an answer in fcfs mode. haproxy: also before one router.
+    blocks: per engine. decode_s: wall seconds per token of an answer in fcfs mode. haproxy: even before one router.
     """
 
     engines: int

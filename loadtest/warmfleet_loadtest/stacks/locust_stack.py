@@ -179,4 +179,4 @@ class LocustStack(Processes):
         while (left := when - time.monotonic()) > 0:
             self.check("locust", "haproxy")
             look()
-            time.sleep(min(left, WATCH_S))  # the schedule of the run is in wall time
+            time.sleep(min(left, WATCH_S))  # until the next check

@@ -69,14 +69,14 @@ def vllm_router_kv(port: int, metrics_port: int, urls: Sequence[str], events: Se
 
 
 def smg(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """Return the command of SMG with ``cache_aware``, a tree of the prompts that it has sent (no events over HTTP)."""
+    """Return SMG's command. Policy ``cache_aware``: a tree of sent prompts. (Over HTTP SMG reads no KV events.)"""
     # The package sglang-router installs a command `smg`, too, so the module is run by its name.
     argv = _command(["python", "-m", "smg", "launch"], port, metrics_port, urls)
     return [*argv, "--backend", "vllm", "--disable-tokenizer-autoload", "--prometheus-host", "127.0.0.1"]
 
 
 def vllm_router(port: int, metrics_port: int, urls: Sequence[str], _events: Sequence[int]) -> list[str]:
-    """Return vllm-router's command, default policy: for every request it asks all engines for the prompt's tokens."""
+    """Return vllm-router's command. Its default policy lets every engine tokenize every prompt."""
     return _command(["vllm-router"], port, metrics_port, urls)
 
 

@@ -24,7 +24,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Ports below those that operating systems give to outgoing connections, which could take a free port meanwhile.
+#: Ports that operating systems give to no outgoing connection, so that a port found free stays free.
 PORTS = range(20_000, 32_768)
 READY_S = 90.0  # longest time for a process to become ready
 POLL_S = 0.05
@@ -200,9 +200,9 @@ def haproxy_binary() -> str:
 
 
 def replica_ready(url: str, workers: int) -> bool:
-    """Return whether a replica can use ``workers`` workers and is ready (until then haproxy takes it for down).
+    """Return whether a replica can use ``workers`` workers, and its /readyz, which haproxy asks, answers 200.
 
-    All workers must be proven, except engines given by their URL alone, which stay approximate.
+    Workers with the plugin must have passed their probe (proven); engines known only by their URL are approximate.
     """
     found = get_json(f"{url}/workers") or {"models": []}
     listed = [worker for model in found["models"] for worker in model["workers"]]

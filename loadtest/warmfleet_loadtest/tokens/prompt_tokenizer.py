@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-WORDS = 4_096  # number of words that answers are made of, a power of two
+WORDS = 4_096  # number of vocabulary words from which answers are put together; a power of two
 _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
 
 
@@ -29,7 +29,7 @@ class PromptError(ValueError):
 
 
 class PromptTokenizer:
-    """tokenizer_json, template: as text. special_tokens: by the names that templates use, such as bos_token."""
+    """A tokenizer and a chat template, given as texts. special_tokens: by names in the template, such as bos_token."""
 
     def __init__(self, tokenizer_json: str, template: str, special_tokens: dict[str, str] | None = None) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -96,7 +96,7 @@ class PromptTokenizer:
 
     @cached_property
     def words(self) -> list[tuple[int, str]]:
-        """(token id, text) of words. Texts joined in any order are encoded to the ids of their words again."""
+        """(token id, text) of each word. Texts joined in any order are encoded to the ids of these words again."""
         vocabulary = self.tokenizer.get_vocab()
         found = sorted((token_id, token) for token, token_id in vocabulary.items() if _WORD.match(token))
         if not found:
@@ -105,7 +105,7 @@ class PromptTokenizer:
         return [(token_id, " " + token[1:]) for token_id, token in repeated[:WORDS]]
 
     def answer(self, seed: int, count: int) -> list[int]:
-        """Return ``count`` token ids of words; equal seeds give equal ids."""
+        """Make up an answer of ``count`` tokens, each a token id in ``words``; equal seeds give equal answers."""
         words, stride = self.words, seed >> 16 | 1
         return [words[(seed + index * stride) % WORDS][0] for index in range(count)]
 
@@ -118,10 +118,10 @@ class PromptTokenizer:
         return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer made of words."""
+        """Return the text of an answer whose token ids are all in ``words``."""
         return "".join([self._texts[token_id] for token_id in token_ids])
 
-    # ------------------------------------------------ what the API server half announces
+    # ------------------------------------------------ announced to the fleet
 
     def artifacts(self) -> dict[str, bytes]:
         return {"tokenizer.json": self.tokenizer.to_str().encode(), "chat_template.jinja": self.template.encode()}

@@ -22,7 +22,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True)
 class Kind:
-    """special: added tokens that decoding may skip. plain: other added tokens. bos, eos: two of ``special``."""
+    """A tokenizer's form. special: added tokens that decoding may skip. plain: others. bos, eos: two of ``special``."""
 
     tokenizer_class: str
     special: tuple[str, ...]

@@ -75,7 +75,7 @@ class Trace:
 
 
 def block(identifier: int, seed: int = 0) -> list[int]:
-    """Return the 16 tokens of a trace's block. Another seed gives other tokens, with the same sharing."""
+    """Return the 16 tokens of a trace's block. Equal identifiers give equal tokens, so that prompts share prefixes."""
     generator = random.Random(identifier + (seed << 40))
     head = [identifier // TOKENS + 977 * seed, identifier + 977 * seed]
     tail = [int(generator.random() * TOKENS) for _ in range(BLOCK_TOKENS - 2)]
@@ -149,7 +149,7 @@ class _Reader:
         think = None
         if self._closed and session in self._last:
             then, tokens = self._last[session]
-            think = max(0.0, row["t"] - then - DECODE_S * tokens)  # a closed trace's gaps contain the decoding
+            think = max(0.0, row["t"] - then - DECODE_S * tokens)  # the gap between requests less the decoding
         self._last[session] = (row["t"], row["out"])
         return Arrival(row["t"], session, prompt, max(1, round(row["out"] * BLOCK_TOKENS / size)), think)
 

@@ -11,9 +11,9 @@ from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, gener
 from warmfleet_loadtest.users.tally import Tally
 
 WARM_UP = 0.1  # first share of the run, whose requests count in no figure but the failures
-# A fallback is a correct answer that was routed without the shared decision. A run with a larger share of fallbacks has
-# failed, because it says little about the shared decision. On a crowded 2-core machine runs had 0 to 6 % fallbacks, as
-# the store waited for a CPU longer than the routers wait for the store.
+# Largest share of fallbacks: requests that a router sent on its own, because Redis did not answer in time. A run with
+# more has failed, because it says little about decisions in Redis. On a crowded 2-core machine runs had 0 to 6 %, as
+# Redis waited for a CPU longer than the routers wait for Redis.
 FALLBACK_SHARE = 0.2
 KILL_WINDOW_S = 3.0  # time after a kill in which connections may break: two health checks of 1 s, and retries
 STOP_WINDOW_S = 6.0  # the same after a stop; a stopping engine gives its open requests some seconds

@@ -82,7 +82,7 @@ def plan_text(run: FleetRun) -> str:
 
 
 def plots_of(runs: Sequence[FleetRun]) -> dict[str, Any]:
-    """Return the plots by the names of their files. The marks are those of the first run."""
+    """Return the plots by the names of their files, with marks at the first run's kills, stops and additions."""
     window_s = max(1.0, round(runs[0].seconds / POINTS))
     lines = {run.fleet: over_time(run.tally, run.began, run.seconds, window_s) for run in runs}
     marks = [(mark.at_s, mark.text) for mark in runs[0].marks]

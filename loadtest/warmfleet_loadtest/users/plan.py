@@ -48,7 +48,7 @@ class Plan:
 
 
 def plan_of(options: Namespace, chosen: set[str] | None = None, sources: int = 1, began: float = 0.0) -> Plan:
-    """Make the plan that the options ask for. chosen: kinds to use, None = all. Raises ValueError with the remedy."""
+    """Make the plan that the options ask for. chosen: kinds to use, None = all. Raises ValueError."""
     mix = {TRACE_KIND: 1.0} if options.trace else mix_of(options.mix)
     kept = {kind: share for kind, share in mix.items() if chosen is None or kind in chosen}
     if not kept:

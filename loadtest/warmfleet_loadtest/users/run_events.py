@@ -51,7 +51,7 @@ log = logging.getLogger("warmfleet.loadtest")
 
 
 class OpenLoop(LoadTestShape):
-    """Starts one user (source) of each kind in every process, and ends the run when the last request is answered."""
+    """Starts one Locust user of each kind in every process, and ends the run when the last request is answered."""
 
     def tick(self) -> tuple[int, float, list[Any]] | None:
         """Return the number and classes of users that should run; None ends the run. Locust asks every second."""
@@ -76,7 +76,7 @@ class OpenLoop(LoadTestShape):
 
 
 class Conductor:
-    """A process of a run: the master, a worker, or the only process. Its run is the environment's ``warmfleet``.
+    """Conducts the run in one process: Locust's master, a worker, or the only one. The environment keeps the ``Run``.
 
     Raises ValueError if the options make no sense, or if their trace cannot be read to its end.
     """

@@ -57,9 +57,9 @@ class TooMany(Exception):  # noqa: N818  # a result of a load test, not a fault 
 
 
 class Source(User):
-    """Sends requests when they are due. kind: its name in options and statistics.
+    """A Locust user that sends requests when they are due. kind: its name in options and statistics.
 
-    The environment's ``warmfleet`` is the ``Run``.
+    ``environment.warmfleet`` is the ``Run``.
     """
 
     abstract = True

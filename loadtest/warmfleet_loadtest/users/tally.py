@@ -31,7 +31,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Tally:
-    """Counters by slot. broken, fallbacks: single events with their Unix times, the first MOST_EVENTS of them."""
+    """Counters for each slot of ``slot_s`` seconds. broken, fallbacks: the first MOST_EVENTS, with their Unix times."""
 
     slot_s: float = 1.0
     slots: defaultdict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -78,7 +78,7 @@ class Tally:
             self.broken.append((now, kind))
 
     def watched(self, process: str, cpu_s: float, lag_s: float, now: float) -> None:
-        """Count the CPU time of a process of the load generator since the last call, and how late its loop was."""
+        """Count a load generator process's CPU time since the last call, and how late its event loop is."""
         counts = self.slot(now)
         counts[key("cpu", process)] += round(1e6 * cpu_s)
         counts[key("lag", process, milliseconds(lag_s, 2))] += 1

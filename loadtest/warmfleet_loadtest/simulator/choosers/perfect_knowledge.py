@@ -40,20 +40,20 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """A request's time on an engine: seconds until its prompt is computed; seconds of these for its own tokens."""
+    """A request's time on an engine. ready_s: until its prompt is computed. own_s: the part for its own tokens."""
 
     ready_s: float
     own_s: float
 
 
 class Backlog:
-    """The work of an engine before a request that comes now."""
+    """The work that an engine would do first if a request came now: the present step and all earlier prompts."""
 
     def __init__(self, engine: Engine, now: float) -> None:
         self._engine = engine
         self._left_s = max(0.0, engine.step_ends - now)
         self._tokens = 0
-        self._ahead: set[bytes] = set()  # blocks of the requests that the engine computes before
+        self._ahead: set[bytes] = set()  # block hashes of the prompts that it would compute first
         scheduler, costs = engine.scheduler, engine.costs
         decoding = [request.tokens for request in scheduler.running if request.output_tokens]
         self._step_s = costs.seconds(StepWork(decode_requests=len(decoding), decode_context=sum(decoding)))
@@ -64,7 +64,7 @@ class Backlog:
             self.queue(request)
 
     def queue(self, request: Request, tokens: int | None = None) -> None:
-        """Add a request that is computed before later ones. tokens: the number to compute; None = all uncached."""
+        """Add a request to this work. tokens: prompt tokens still to compute; None = all that are not cached."""
         self._tokens += self.uncached(request) if tokens is None else tokens
         self._ahead.update(request.hashes)
 
@@ -90,10 +90,10 @@ class Backlog:
 
 
 class Chooser(Protocol):
-    """Chooses an engine, by number, for each request. now: by the engines' clock.
+    """Chooses an engine for each request. now: seconds by the engines' clock.
 
-    choose: returns None for a request that is kept back; ``send`` is called with it later. room_made: call it when an
-    engine may have become free. gone: call it when a client has hung up, whose request may be kept back.
+    choose: returns the engine's number, or None to keep the request back until a later call of ``send``. room_made:
+    call it when an engine may have become free. gone: call it when the client of a request has hung up.
     """
 
     def choose(self, request: Request, session: Hashable, now: float) -> int | None: ...
@@ -171,7 +171,7 @@ def _free(engine: Engine) -> bool:
 
 
 def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
-    """Return (the request with the least to compute whose best engine is free, engine). Changes the backlogs."""
+    """Return (request, its best engine's number): the shortest whose best engine is free. Adds the others to backlogs."""
     for request in sorted(waiting, key=lambda request: min(backlog.uncached(request) for backlog in backlogs)):
         outlooks = [backlog.outlook(request) for backlog in backlogs]
         number = outlooks.index(min(outlooks))
