@@ -12,8 +12,8 @@ from warmfleet_worker.protocol import wire
 class Command:
     """The fleet's message to the process that holds this worker_id.
 
-    nonce, joined: the name of the worker's incarnation that the fleet knows, and the stream id of its join entry.
-    applied: number of the last entry that the fleet has applied. id, do: of a command; without one None and "None".
+    nonce, joined: random name of the latest join that the fleet has read for this worker_id, and its stream id.
+    applied: number of the last entry that the fleet has applied. id, do: a command; None and "None" if there is none.
     """
 
     nonce: str

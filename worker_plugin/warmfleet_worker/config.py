@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-COMMAND_DELAY_SECONDS = 0.5  # time after a heartbeat by which the fleet may have answered it
+COMMAND_DELAY_SECONDS = 0.5  # time that the fleet may take to answer a heartbeat, in the key ``command``
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ def labels_of_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class PublisherState:
-    """A copy of the publisher's state and counters."""
+    """The publisher's state and counters at one moment."""
 
     joined: bool = False
     acknowledged: bool = False  # the fleet has read the join
     stopped: str | None = None  # why the publisher stopped for good
     joins: int = 0
     snapshots: int = 0
-    number: int = 0  # number of the last entry made
+    number: int = 0  # number of the last stream entry that was made
     applied: int = 0  # the number of the last entry that the fleet has acknowledged
     dropped: int = 0  # number of block changes that never reached Redis
     errors: int = 0  # failed calls to Redis
@@ -84,20 +84,20 @@ class PublisherState:
 
 @dataclass(slots=True)
 class Due:
-    """When each duty of the publisher is due next, in monotonic seconds."""
+    """Monotonic seconds when the publisher next sends changes and a heartbeat, and looks at the load and ``command``."""
 
     flush: float = 0.0
     heartbeat: float = 0.0
     load: float = 0.0
     command: float = 0.0
-    reply: float = float("inf")  # when the fleet may have answered the last heartbeat
+    reply: float = float("inf")  # when the key ``command`` may hold the answer to the last heartbeat
 
     def next(self) -> float:
         """Return when the first duty is due."""
         return min(self.flush, self.heartbeat, self.load, self.command)
 
     def after_heartbeat(self, now: float) -> None:
-        """Make the next reading of the command due at once, and one when the fleet may have answered this heartbeat."""
+        """Let the key ``command`` be read at once, and again when it may hold the answer to this heartbeat."""
         self.heartbeat = now + wire.HEARTBEAT_SECONDS
         self.after_load(now)
         self.command = now
@@ -107,7 +107,7 @@ class Due:
         self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
-        """Make the next reading due: in 0.1 s during a snapshot, else in 0.5 s or, once acknowledged, at ``reply``."""
+        """Read ``command`` again in 0.1 s during a snapshot, in 0.5 s if our join is not acknowledged, else at ``reply``."""
         if sending:
             self.command = now + wire.FLUSH_SECONDS
         elif not acknowledged:

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 LOAD_CHECK_SECONDS = 0.25  # time between two readings of the engine's load
-SMALL_TOKENS = 256  # largest change of foreign load that is never reported before the next heartbeat
+SMALL_TOKENS = 256  # a change of foreign load (not sent by routers) up to this waits for the next heartbeat
 MEAN_SECONDS = 2.0  # time constant of the mean of foreign prefill tokens; 1 s and 4 s did worse in measurements
-REMEMBERED_WORK_SECONDS = 1.0  # largest mean, in seconds of work; above it an idle engine looks saturated
+REMEMBERED_WORK_SECONDS = 1.0  # cap of the mean, in seconds of prefill; without it an idle engine would look saturated
 ASSUMED_TPS = 10_000  # prefill speed assumed of an engine that has not been measured yet, tokens per second
 LEAST_TOKENS = 32  # least mean of foreign prefill that counts; a smaller one is reported as 0
 #: Time without a step after which an engine with work counts as standing still. A healthy one also takes long for a

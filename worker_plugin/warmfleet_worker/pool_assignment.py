@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-ASK_SECONDS = 15.0  # time between two looks at the registry; so long a server's two processes may be in different pools
+ASK_SECONDS = 15.0  # time between two looks at the list of pools; API server and engine core may follow a move so late
 TIMEOUT_SECONDS = 0.5  # longest wait for an answer about pools, during which the publisher's thread reports nothing
 SEEN_MS = 30_000  # age at which ``seen_ms`` in a server's record is renewed
 AWAY_MS = 90_000  # time without a renewal after which a server counts as restarted

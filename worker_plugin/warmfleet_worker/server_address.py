@@ -15,7 +15,7 @@ from warmfleet_worker.protocol.redis_address import outgoing_address, parse
 
 
 class UrlRefusedError(ValueError):
-    """The error that routers could not reach this server under the address that it has."""
+    """Routers could not reach this server under its address."""
 
 
 def default_server_id(argv: list[str]) -> str:

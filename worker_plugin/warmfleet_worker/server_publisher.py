@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-YOUNG_SECONDS = 60.0  # age of a join up to which a Redis failover makes the server join again, as it may be lost
-ARTIFACT_SECONDS = 86_400  # time after which a file expires that its server has not extended: nothing else removes it
-IN_USE_SECONDS = 600.0  # time between two extensions of the files' expiry, which also find missing files
+YOUNG_SECONDS = 60.0  # a Redis failover makes a server join again whose join is younger, because the join may be lost
+ARTIFACT_SECONDS = 86_400  # time to live in Redis of a server's files (tokenizer, template); the server renews it
+IN_USE_SECONDS = 600.0  # time between two renewals of the files' time to live, which also find missing files
 LOOK_SECONDS = 0.5  # time between two checks whether the adapters have changed; a change is announced at once
 READY_SECONDS = 120.0  # longest wait until a server listens; then it joins anyway, and the routers' probe fails
 
@@ -33,8 +33,8 @@ class ServerConfig:
 
     model: the fleet's model tag. models: the served names. artifacts: files by name, such as the tokenizer.
     facts: settings that decide the token ids of a prompt. ready: tells whether the server listens. adapters: returns
-    the paths, by name, of the LoRA adapters that the server serves now; a change is announced. silent: tells whether
-    it is unknown if the server lives; as long as that is so, no heartbeat is sent.
+    the paths, by name, of the LoRA adapters that the server serves now; a change is announced. silent: returns True
+    while nobody knows if the server lives; then no heartbeat is sent.
     """
 
     redis_url: str
@@ -131,13 +131,13 @@ class ServerPublisher:
         elif not self._uses_files():
             self._store()
         self._stream.flush()  # entries that an earlier, failed round has not sent
-        if self._changed:  # a join without a new incarnation: what routers have proved of the server stays valid
+        if self._changed:  # a join without a new nonce: routers keep the results of their probes
             self._stream.put("join", self._announcement())
         self._stream.put("heartbeat")
         self._stream.flush()
 
     def _sit(self, tag: str) -> None:
-        """Be in this pool from now on. If it is a new one, say goodbye in the old one and open a stream in the new."""
+        """Be in the pool ``tag``. If the pool is another than before, leave the old one and open a stream in the new."""
         if tag == self._tag:
             return
         self._goodbye()
@@ -145,9 +145,9 @@ class ServerPublisher:
         self._open(tag)
 
     def _uses_files(self) -> bool:
-        """Every IN_USE_SECONDS extend the expiry of the files in Redis; return False if a file's key is gone.
+        """Every IN_USE_SECONDS renew the time to live of the files in Redis; return False if a file's key is gone.
 
-        Routers empty the spare copies of files in a large pool but leave the keys; they delete a key to get the file.
+        Routers read only a few servers' files: they empty the keys of the others, and delete a key to get its file.
         """
         if time.monotonic() - self._used_at < IN_USE_SECONDS:
             return True
@@ -156,7 +156,7 @@ class ServerPublisher:
         return not lost
 
     def _lives_on(self, key: str) -> bool:
-        """Let a file expire in a day from now; return False if Redis does not have its key."""
+        """Let a file live in Redis for another day; return False if Redis does not have its key."""
         try:
             return bool(self._stream.client.expire(key, ARTIFACT_SECONDS))
         except NoPermissionError:  # the user's rights are from an older `warmfleet acl`: the file does not expire

@@ -7,8 +7,8 @@ from collections import deque
 MIN_STEP_TOKENS = 128  # least prefill of a step that is measured; in a smaller step the fixed cost hides the speed
 MIN_TOKENS = 512  # number of tokens to be measured before a speed is reported
 MEMORY_SECONDS = 10.0  # busy seconds after which earlier measurements count half
-FEW_TOKENS = 16  # most decode tokens of a step without prefill that still takes hardly longer than the shortest
-LEAST_STEPS, STEPS = 8, 32  # least number, and most (the latest), of such steps whose median is step_us
+FEW_TOKENS = 16  # most decode tokens of a short step: without prefill it takes hardly longer than the shortest
+LEAST_STEPS, STEPS = 8, 32  # step_us is the median of the latest STEPS short steps, from LEAST_STEPS on
 
 
 class SpeedMeter:

@@ -46,7 +46,7 @@ class Run:
 
 
 class Transitions:
-    """The queue between an engine's table and the publisher. The table belongs to the engine; see also ``Tracker``."""
+    """A queue of changes of an engine's block table, which the publisher empties. The table belongs to the engine."""
 
     def __init__(self, pick: PickHashes = hash_itself, limit: int = QUEUE_RECORDS) -> None:
         self.lock = threading.Lock()
@@ -73,7 +73,7 @@ class Transitions:
         self.overflowed = True
 
     def replace(self, table: Mapping[bytes, Any]) -> None:
-        """Follow an engine that has thrown its table away to the new one, ``table``."""
+        """Use ``table`` from now on, because the engine has thrown its old table away."""
         with self.lock:
             self.table = table
             self.note(None)

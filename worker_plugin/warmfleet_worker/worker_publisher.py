@@ -199,7 +199,7 @@ class WorkerPublisher:
     # ------------------------------------------------ join
 
     def _sit(self, tag: str) -> None:
-        """Write for this pool from now on. A worker that moves keeps its blocks, so a snapshot follows its join."""
+        """Be in the pool ``tag``. A worker that changes its pool keeps its blocks, so a snapshot follows its join."""
         if tag == self._tag:
             return
         if self._state.joined:
@@ -253,7 +253,7 @@ class WorkerPublisher:
         self._stream.put(run.operation, run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
-        """After lost events skip a number, so that the fleet asks for a snapshot; else send one unasked later."""
+        """After lost events skip a number, so that the fleet asks for a snapshot; if it does not, send one later."""
         lost = self._stream.lost_entries
         if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
             logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)
@@ -266,7 +266,7 @@ class WorkerPublisher:
     # ------------------------------------------------ snapshot
 
     def _room(self) -> int:
-        """Return how many more entries may be sent unacknowledged; with more, MAXLEN cuts off a snapshot's begin."""
+        """Return how many more entries may wait for the fleet; with more, MAXLEN would cut off a snapshot's begin."""
         return wire.UNACKNOWLEDGED_ENTRIES - (self._stream.number - self._state.applied)
 
     def _cut(self) -> Sequence[bytes]:

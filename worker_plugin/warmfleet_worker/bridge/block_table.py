@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from warmfleet_worker.bridge.kv_events import BlockKey, Event
 
 ALGORITHM = "sha256_cbor"
-LEAST_BLOCK_TOKENS = 16  # least tokens in a block that routers match, as SGLang's pages may be one token
-SPARE_BLOCKS = 1_024  # number of pages beyond twice the engine's cache that the table may know, held or in doubt
+LEAST_BLOCK_TOKENS = 16  # least tokens in a published block: smaller pages, such as SGLang's of one token, are joined
+SPARE_BLOCKS = 1_024  # the table knows at most twice as many pages as the engine's cache has, and so many more
 
 
 def scheme_of(page_tokens: int) -> wire.Scheme:
@@ -90,8 +90,8 @@ class BlockTable:
         self._lora_path = lora_path
         self._limit = 2 * capacity + SPARE_BLOCKS
         self._blocks: dict[BlockKey, Block] = {}
-        self._held: Counter[bytes] = Counter()  # block hash -> number of held blocks (engine keys) with this hash
-        self._in_doubt = 0  # known blocks of which no copy is certain
+        self._held: Counter[bytes] = Counter()  # block hash -> number of the engine's blocks that have it
+        self._in_doubt = 0  # number of known blocks that the engine may no longer hold
 
     @property
     def held(self) -> set[bytes]:
@@ -114,14 +114,14 @@ class BlockTable:
                 self._removed(event)
 
     def clear(self) -> None:
-        """Empty the table as the engine emptied its cache; from now on the table is exact again."""
+        """Empty the table, because the engine's cache is empty: no block is in doubt any more."""
         self._blocks.clear()
         self._held.clear()
         self._in_doubt = 0
         self._sink.cleared()
 
     def doubt(self) -> None:
-        """Put all blocks in doubt after lost events, because none is certain to be there still."""
+        """Publish no known block after lost events, because the engine may have evicted any of them."""
         for block in self._blocks.values():
             block.copies, block.doubted = 0, True
         self._in_doubt = len(self._blocks)
@@ -137,7 +137,7 @@ class BlockTable:
         if len(event.token_ids) != len(event.keys) * self._page_tokens:
             self._leave_out(event, "tokens")
             return
-        if event.lookahead:  # blocks of equal tokens, but different next tokens, would count as copies of one
+        if event.lookahead:  # the next token is hashed, too: different blocks would count as copies of one
             self._leave_out(event, "lookahead")
             return
         lora = self._lora(event)
@@ -172,7 +172,7 @@ class BlockTable:
     def _known(
         self, event: Stored, index: int, parent: BlockKey | None, before: Block | None, lora: tuple[str, str] | None
     ) -> Block | None:
-        """Compute the chain of one new block; None if something entered its hash that routers cannot know."""
+        """Compute the chain of a new block; None if its hash has a part that routers do not know, such as an image."""
         start, size = index * self._page_tokens, self._page_tokens
         salt, provable = _salt(event, index, begins=before is None)
         tokens = (*(before.tail if before else ()), *event.token_ids[start : start + size])
@@ -180,16 +180,14 @@ class BlockTable:
             return None
         digest = before.digest if before else b""
         if salt is not None and len(tokens) < self.scheme.block_tokens:
-            return (
-                None  # the salt of a page that is smaller than a block would have to be kept until the block is whole
-            )
+            return None  # a salt is hashed with a whole block, which this page only begins
         chain = wire.chain_hashes(self.scheme, tokens, digest or None, salt, lora)
         tail = tokens[len(chain) * self.scheme.block_tokens :]
         block_hash = chain[-1][-wire.HASH_BYTES :] if chain and not tail else b""
         return Block(chain[-1] if chain else digest, tail, block_hash, parent)
 
     def _count(self, block: Block, event: Stored) -> None:
-        """Count a further copy of a block. A block that may only have been reported again counts once."""
+        """Count one more copy of a block. An event that begins a prompt may be repeated, so it adds no second copy."""
         if event.parent is None and block.copies:
             block.doubted = True
         else:

@@ -29,7 +29,7 @@ TOKENIZERS = 8  # most tokenizers whose files are kept in memory
 
 
 class Bridge:
-    """The engines by their options. ``follow`` may be called again with another list."""
+    """Reports the engines of a list to the fleet. ``follow`` sets the list, and may be called again."""
 
     def __init__(self, redis_url: str, stopping: threading.Event | None = None) -> None:
         self.engines: dict[EngineOptions, BridgedEngine] = {}
@@ -37,7 +37,7 @@ class Bridge:
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._stopping = stopping or threading.Event()
         self._ending: list[BridgedEngine] = []  # engines not listed any more, whose threads still run
-        self._loading: dict[tuple[str, str], threading.Lock] = {}  # a lock for each pair of arguments
+        self._loading: dict[tuple[str, str], threading.Lock] = {}  # by (name, chat template)
         self._tokenizers = lru_cache(TOKENIZERS)(tokenizer_files.load)
 
     def follow(self, wanted: Sequence[EngineOptions]) -> None:
@@ -66,7 +66,7 @@ class Bridge:
             engine.stop()
         for engine in engines:
             engine.join(max(0.0, deadline - time.monotonic()))
-        if all(engine.ended for engine in engines):  # else sockets are in use, and end with the process
+        if all(engine.ended for engine in engines):  # else a thread still uses sockets, which the process's end closes
             self._context.destroy(linger=0)
 
     def _load_tokenizer(self, name: str, chat_template: str) -> tuple[dict[str, bytes], dict[str, Any]]:

@@ -36,7 +36,7 @@ logger = logging.getLogger("warmfleet")
 CHECK_SECONDS = 2.0  # time between two checks of the health
 READ_SECONDS = 5.0  # time between two readings of metrics and names, which cost the API server milliseconds
 FAILURES = 3  # number of unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
-REFUSALS = 2  # number of such checks in a row if nothing listens at the engine's address
+REFUSALS = 2  # the same number if nothing listens at the engine's address, or the engine says that it is dead
 CATCH_UP_SECONDS = 60.0  # longest replay of events before the engine joins all the same
 TOKENIZER_SECONDS = 60.0  # time between two tries to load a tokenizer from a hub that cannot be reached
 ADAPTERS_SECONDS = 1.0  # time between two look-ups of an adapter that is not known
@@ -44,7 +44,7 @@ UNKNOWN_CAPACITY_BLOCKS = 65_536  # capacity assumed of an engine that does not 
 
 
 class NotUsableError(Exception):
-    """The engine answers, and cannot be reported; the text says why and what to do."""
+    """The engine answers, but cannot be reported to the fleet; the text says why and what to do."""
 
 
 class BridgedEngine:
@@ -73,7 +73,7 @@ class BridgedEngine:
         self._leaves = False
         self._read_due = 0.0
         self._tokenizer_due = float("inf")
-        self._failures = self._unresolved = 0  # numbers of failed checks in a row
+        self._failures = self._unresolved = 0  # failed checks in a row: no good answer; no address for the name
         self._hybrid = False  # several KV cache groups (a hybrid model), so blocks inside a prefix may be missing
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
@@ -90,7 +90,7 @@ class BridgedEngine:
         self._wake.set()
 
     def join(self, within_s: float) -> None:
-        """Wait for the thread's end up to ``within_s`` seconds: loading a tokenizer may take minutes more."""
+        """Wait up to ``within_s`` seconds for the thread's end, which may take minutes while a tokenizer loads."""
         if self._thread.is_alive():
             self._thread.join(within_s)
 
@@ -118,15 +118,15 @@ class BridgedEngine:
         self._end(leave=self._leaves)
 
     def _failed(self, error: Exception) -> None:
-        """Let an engine that is gone leave the fleet; one that only gives no answer leaves after FAILURES checks."""
+        """Count a failed check; after FAILURES in a row, or REFUSALS if the engine is gone, it leaves the fleet."""
         if not self.ranks:
             self._say(f"not usable: {error}")
             return
-        if isinstance(error, EngineDown) and error.unresolved:  # a failure of the name server, not of the engine
+        if isinstance(error, EngineDown) and error.unresolved:  # the name server failed; the engine may be healthy
             self._unresolved += 1
             if self._unresolved >= FAILURES:
                 self._say(f"not reachable from the bridge: {error}")
-                self._reading = replace(self._reading, work=0)  # unknown: unchanged work looks like a standstill
+                self._reading = replace(self._reading, work=0)  # unknown: an old number looks like a standstill
             return
         self._failures += 1
         gone = isinstance(error, EngineDown) and error.gone
@@ -160,7 +160,7 @@ class BridgedEngine:
             for rank in ranks:
                 rank.stop(leave=False)
             if self._stopping.is_set():
-                return  # after this bridge nobody would report the engine
+                return  # the bridge ends, so nobody would report the engine
             raise NotUsableError("its events cannot be followed; the log says why")
         assignment = server_assignment(self._redis_url, config.model, config.server_id, self._host)
         server = ServerPublisher(config, assignment)
@@ -238,7 +238,7 @@ class BridgedEngine:
             artifacts=files,
             facts={"max_model_len": facts.max_model_len, "ranks": ranks, "reports_prefills": False, **known},
             adapters=lambda: self._adapters,
-            # While the server is silent, routers ask the engine themselves, and go on using it if it answers.
+            # No heartbeat while the engine's name has no address here: then routers ask the engine's URL themselves.
             silent=lambda: self._unresolved >= FAILURES,
         )
 
@@ -300,7 +300,7 @@ class BridgedEngine:
             self._note_restart()  # another model may answer there now
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
-            self._note_restart()  # its join has announced a prefix-closed block set
+            self._note_restart()  # its join said that no block inside a prefix is missing
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")
@@ -315,7 +315,7 @@ class BridgedEngine:
             return replace(self._reading, work=0)  # unchanged work would look like an engine that stands still
 
     def _load(self, rank: int) -> Load:
-        """Return the load of a rank, for its publisher. Foreign requests cannot be told from the fleet's own."""
+        """Return the load of a rank. Metrics do not tell who sent a request, so all count as sent by routers."""
         reading = self._reading
         running, waiting = reading.running.get(rank, 0), reading.waiting.get(rank, 0)
         steps = reading.work if running and reading.work else None

@@ -25,7 +25,7 @@ DEVICE = (None, "GPU")  # the medium of blocks in the engine's own cache; the ot
 
 
 class EventError(ValueError):
-    """The error of a malformed batch or event: no known engine writes it so."""
+    """A batch or an event is malformed: no known engine writes such a one."""
 
 
 @dataclass(frozen=True, slots=True)

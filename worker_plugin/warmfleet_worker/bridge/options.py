@@ -58,8 +58,8 @@ _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 class EngineOptions:
     """The options that an operator gives for an engine. Empty or 0: the engine itself is asked.
 
-    endpoint, replay: of its first rank. block_tokens: tokens in a block of its events. group: the KV cache group to
-    follow.
+    endpoint, replay: ZMQ addresses of its first rank's events and replays. block_tokens: tokens in a block of its
+    events. group: the KV cache group to follow.
     """
 
     url: str

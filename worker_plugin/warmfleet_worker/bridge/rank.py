@@ -37,7 +37,7 @@ STOP_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """A copy of the counters. complete: every event since the engine's start, or since its last reset, was applied."""
+    """The counters of a rank at one moment. complete: all events since the engine's start or last reset were applied."""
 
     blocks: int = 0
     batches: int = 0
@@ -50,7 +50,7 @@ class RankCounts:
 
 @dataclass(frozen=True)
 class EngineSide:
-    """The part of its engine that a rank needs. group: the KV cache group whose blocks are reported.
+    """The part of a ``BridgedEngine`` that its ranks use. group: the KV cache group whose blocks are reported.
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
     rank's thread when another process than before sends the events. host: of the engine's URL.
@@ -95,7 +95,7 @@ class Rank:
         self._thread.start()
 
     def publish(self) -> None:
-        """Join the fleet, with the table as it is now."""
+        """Join the fleet, and publish the blocks of the table."""
         self._publisher.start()
 
     @property

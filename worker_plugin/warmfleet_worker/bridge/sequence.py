@@ -40,7 +40,7 @@ class Listener(Protocol):
 
 
 class Sequence:
-    """Call ``live`` with every batch that was received, and ``verify`` first of all and every few seconds.
+    """Gives ``listener`` each batch once, in order. Call ``verify`` first and every few seconds, ``live`` per batch.
 
     replay: returns (number, payload) of the batches from a number on that the engine still has; some may be missing.
     Raises ReplayError. last: number of the last batch that was applied, -1 before the first.
@@ -81,7 +81,7 @@ class Sequence:
         return True
 
     def _catch_up(self) -> None:
-        """Apply all batches behind the last one that the engine still has. Raises ReplayError."""
+        """Apply all batches after the last applied one, as far as the engine still has them. Raises ReplayError."""
         tries = 0
         while True:
             before, first = self.last, True
@@ -94,7 +94,7 @@ class Sequence:
                 first = False
                 self._take(number, payload)
             else:
-                if first and self.last >= 0:  # the engine lacks even the last applied batch
+                if first and self.last >= 0:  # an empty replay: another process than before
                     self._forget()
                     return self._catch_up()
                 return None
@@ -103,7 +103,7 @@ class Sequence:
     def _continues(self, number: int, payload: bytes) -> bool:
         """Tell whether the first batch of a replay may come from the process that sent the last applied batch.
 
-        It may also if the replay begins after that batch: then batches are lost, whichever process sent the replay.
+        True also if the replay begins with a later batch: batches are then lost, even if the process is the same.
         """
         return number > self.last or (number == self.last and self._known.get(number) == hash(payload))
 

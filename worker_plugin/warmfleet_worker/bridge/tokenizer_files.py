@@ -73,8 +73,8 @@ def _by_transformers(name: str) -> tuple[dict[str, bytes], dict[str, Any]]:
 def hub_away() -> str:
     """Return why no connection to the hub can be made; empty if one can be made.
 
-    Empty, too, with a proxy or where the hub's client is told to stay offline: only that client knows more. Without
-    this check transformers would ask an unreachable hub for each file, in silence for a minute.
+    Empty, too, with a proxy or in offline mode: then only the hub's client knows if it can load. Without this check
+    transformers would ask an unreachable hub for each file, in silence for a minute.
     """
     offline = any(os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     if offline or {"http", "https", "all"} & urllib.request.getproxies().keys():

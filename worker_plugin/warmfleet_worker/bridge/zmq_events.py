@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HIGH_WATER = 100_000  # most batches that wait in a socket; an engine queues as many for a slow subscriber
-REPLAY_SILENCE_SECONDS = 3.0  # longest silence in a replay; an engine looks for requests every 0.1 s
+REPLAY_SILENCE_SECONDS = 3.0  # longest silence in a replay; an engine looks for replay requests every 0.1 s
 REPLAY_SECONDS = 60.0  # longest time for a whole replay
 END = (-1).to_bytes(8, "big", signed=True)
 RECONNECT_MS = 100, 2_000  # first and longest pause between tries to connect
 
 
 class EventSockets:
-    """The sockets, for one thread. endpoint, replay_endpoint (None: no replay): such as ``tcp://host:5557``."""
+    """Reads KV events, in one thread. endpoint, replay_endpoint (None: no replay): such as ``tcp://host:5557``."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, replay_endpoint: str | None) -> None:
         self._context = context

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MOST_HASHES = 16_384  # most hashes in the shadow; of a larger cache every second, fourth ... block is followed
-MEMORY_REQUESTS = 128  # number of later requests after which a request has little weight in the sums
-STOP, GO_ON = 0.03, 0.01  # T-LRU stops above, goes on below: its extra uncached tokens / plain LRU's uncached tokens
+MEMORY_REQUESTS = 128  # number of later requests after which a request counts about a third in the sums
+STOP, GO_ON = 0.03, 0.01  # T-LRU's extra / plain LRU's uncached tokens: above STOP T-LRU stops, below GO_ON it goes on
 
 
 class ShadowLru:
@@ -29,7 +29,7 @@ class ShadowLru:
         self._held: OrderedDict[bytes, None] = OrderedDict()  # the longest unused first
 
     def leading(self, hashes: Sequence[bytes]) -> int:
-        """Count the leading blocks of a chain that are held; with a sample of the blocks take a middle estimate."""
+        """Count the leading blocks of a chain that are held; with a sample, up to midway between two sampled blocks."""
         held, mask = self._held, self._one_in - 1
         if not mask:
             return next((index for index, block_hash in enumerate(hashes) if block_hash not in held), len(hashes))

@@ -42,7 +42,7 @@ class Mean:
 
 
 class NextPrompt:
-    """Learns from the turns of all conversations; each is noted when it is finished."""
+    """Learns from finished requests by how many tokens conversations grow, and after how many seconds."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -71,13 +71,13 @@ class NextPrompt:
     ) -> None:
         """Learn from a finished request. hashes: of its full blocks. tokens: of prompt and answer.
 
-        shared: tells whether other conversations pass through a block too, so that it says nothing about this one.
+        shared: tells whether several conversations contain a block, which then does not show which of them goes on.
         """
         last = min(prompt_tokens // self._block_tokens, len(hashes)) - 1
         waiting = self._waiting
         # The prompt's own last block is left out: a conversation found by it has sent this very prompt before.
         earlier = hashes[max(0, last - MAX_LOOKUPS) : max(0, last)]
-        # The prompt of a first turn matches no waiting conversation, which one C call shows.
+        # One C call shows that a first turn's prompt matches no waiting conversation.
         for block_hash in () if waiting.keys().isdisjoint(earlier) else reversed(earlier):
             turn = waiting.get(block_hash)
             if turn is not None and not shared(block_hash):

@@ -30,10 +30,10 @@ class Served:
 
 
 class Objective(Protocol):
-    """Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
+    """Sets ξ. Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
 
     def xi_tokens(self) -> int | None:
-        """Return ξ at present; None or 0: blocks are evicted as by plain LRU."""
+        """Return ξ, the tokens that a request may compute in time; None or 0: blocks are evicted as by plain LRU."""
         ...
 
     def note(self, served: Served) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Tags:
-    """Blocks of ended conversations come first, then those beyond the budget of their conversation; oldest tag first.
+    """Tagged blocks: first of ended conversations, then those that the next request can miss; oldest tag first.
 
     A tag is the number of a block and the hash that it had, and is valid only as long as the block keeps that hash. So
     there are at most as many tags as blocks.
@@ -25,7 +25,7 @@ class Tags:
         return len(self._ended) + len(self._beyond)
 
     def tag(self, blocks: Iterable[tuple[int, bytes]], *, ended: bool) -> None:
-        """Tag blocks without a tag, which come in the order in which they are to be given up."""
+        """Tag blocks that have no tag yet; they are given up in the order of ``blocks``."""
         (self._ended if ended else self._beyond).update(blocks)
 
     def keep(self, numbers: Sequence[int]) -> None:
@@ -36,9 +36,9 @@ class Tags:
                     tags.pop(number, None)
 
     def take(self, count: int, valid: Callable[[int, bytes], bool], *, ended_only: bool = False) -> list[int]:
-        """Take up to ``count`` blocks off the tags, in their order, passing over those that are no longer ``valid``.
+        """Remove the oldest tags until ``count`` of their blocks are ``valid``; return these blocks' numbers.
 
-        valid: tells whether the block of this number is free and still has this hash. Void tags are dropped.
+        valid: tells whether the block of this number is free and still has this hash.
         ended_only: take only blocks of ended conversations.
         """
         taken: list[int] = []

@@ -66,7 +66,7 @@ class TailEviction:
         self.tagged = self.given_up = 0
         self._shared = SharedPrefixes()
         self._used_at: dict[int, float] = {}  # monotonic seconds at which the last user of a block was finished
-        self._known: dict[int, bytes] = {}  # the hashes of the blocks of all finished requests
+        self._known: dict[int, bytes] = {}  # block number -> hash, of all finished requests' blocks
 
     @property
     def compares(self) -> bool:
@@ -103,7 +103,7 @@ class TailEviction:
         self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int) -> int:
-        """Return how many blocks of a conversation of ``tokens`` its next request needs to meet the objective."""
+        """Return how many blocks of a conversation of ``tokens`` must stay cached for its next request to be in time."""
         xi = self.objective.xi_tokens()
         if not xi:
             return sys.maxsize

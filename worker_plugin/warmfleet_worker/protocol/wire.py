@@ -26,7 +26,7 @@ PROGRESS_PER_ENTRY = 64  # most finished prefills in one entry
 FLUSH_SECONDS = 0.1  # time between two batches of block changes
 PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
 HEARTBEAT_SECONDS = 5.0
-WORKER_TTL_SECONDS = 15.0  # time without a heartbeat until a worker is not routable, unless routers vouch for it
+WORKER_TTL_SECONDS = 15.0  # time without a heartbeat until a worker gets no requests, unless it answers routers' probes
 HELLO_MAXLEN = 4_096  # most entries that the stream ``hello`` keeps
 SERVER_MAXLEN = 64  # most entries that a server's stream keeps
 UNACKNOWLEDGED_ENTRIES = 256  # most entries of a snapshot that are sent and not yet applied
@@ -70,7 +70,7 @@ def model_tag(model: str) -> str:
 
 
 def tag_of(served_name: str) -> str:
-    """Turn a served name into a model tag: characters that a tag cannot have become hyphens (as in lua, misnamed)."""
+    """Turn a served name into a model tag: other characters become hyphens, as in lua's ``shared/misnamed``."""
     return _NOT_IN_A_TAG.sub("-", served_name).strip("/")
 
 
@@ -200,7 +200,7 @@ class Heartbeat:
     step_us: int = 0
 
     def encode(self) -> str:
-        """Return a JSON list of numbers; at its end paused and step_us if that is known, else a 1 if paused."""
+        """Return a JSON list of numbers. The last: paused, step_us; without step_us a 1 if paused, else nothing."""
         numbers = [self.running, self.waiting, self.blocks, self.foreign_prefill_tokens]
         numbers += [self.foreign_decode_tokens, self.speed_tps, self.evicted]
         numbers += self.digest.as_list() if self.digest else []
@@ -266,7 +266,7 @@ class Scheme:
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields; ``hash_block_tokens`` only if it differs, so that older routers compute the same id."""
+        """Return the fields; ``hash_block_tokens`` only if it is not block_tokens, as older routers lack the field."""
         announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),

@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 
 class Part(StrEnum):
-    """The part of the plugin's work that a missing internal costs; the value ends the line in the log."""
+    """A part of the plugin that does not work if vLLM lacks an internal; the value tells the effect in the log."""
 
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
@@ -278,7 +278,7 @@ def _block_map_differs() -> str:
         table.insert(key, second)
         copies = table.pop(key, 1) is first and key in table._cache  # noqa: SLF001
         empty = table.pop(key, 2) is second and key not in table._cache  # noqa: SLF001
-        vars(table)  # its functions can be replaced
+        vars(table)  # raises TypeError if ``track`` cannot replace the map's functions
         as_known = keeps and copies and empty and bytes(key) == bytes(range(32)) + (3).to_bytes(4, "big")
     except Exception as error:  # noqa: BLE001  whatever it raises, it is not the map that we know
         return f"BlockHashToBlockMap: {type(error).__name__}: {error}"

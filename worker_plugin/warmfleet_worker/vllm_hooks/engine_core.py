@@ -78,7 +78,7 @@ def _class_to_hook() -> Any:
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
     except ImportError:
-        refuse(Part.BLOCKS, reason)  # in every process: without a Scheduler none shows that it is an engine core
+        refuse(Part.BLOCKS, reason)  # logged by all processes: only a Scheduler shows which is an engine core
         return None
     if not first_time(Scheduler):
         return None

@@ -153,7 +153,7 @@ class TailEvictionHook:
         self.eviction.finished(finished, time.monotonic())
 
     def _give_up(self, count: int) -> None:
-        """Move as many tagged blocks to the front of the free queue as ``count`` new blocks would otherwise evict."""
+        """Before ``count`` blocks are taken, move tagged blocks to the free queue's front, to be evicted first."""
         queue, now, is_silent = self._pool.free_block_queue, time.monotonic(), self.eviction.is_silent
         block = queue.fake_free_list_head.next_free_block
         while count and block is not None and (block.block_hash is None or is_silent(block.block_id, now)):

@@ -171,7 +171,7 @@ def _free(engine: Engine) -> bool:
 
 
 def _least_work(waiting: Iterable[Request], backlogs: Sequence[Backlog], free: set[int]) -> tuple[Request, int] | None:
-    """Return (request, its best engine's number): the shortest whose best engine is free. Adds the others to backlogs."""
+    """Return (shortest request whose best engine is free, engine's number). Adds skipped requests to the backlogs."""
     for request in sorted(waiting, key=lambda request: min(backlog.uncached(request) for backlog in backlogs)):
         outlooks = [backlog.outlook(request) for backlog in backlogs]
         number = outlooks.index(min(outlooks))
