@@ -84,7 +84,7 @@ class PublisherState:
 
 @dataclass(slots=True)
 class Due:
-    """Monotonic seconds when the publisher next sends changes and a heartbeat, and looks at the load and ``command``."""
+    """Monotonic seconds at which the publisher next flushes, sends a heartbeat, checks the load, reads ``command``."""
 
     flush: float = 0.0
     heartbeat: float = 0.0
@@ -107,7 +107,7 @@ class Due:
         self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
-        """Read ``command`` again in 0.1 s during a snapshot, in 0.5 s if our join is not acknowledged, else at ``reply``."""
+        """Read ``command`` again in 0.1 s during a snapshot, in 0.5 s before an acknowledgement, else at ``reply``."""
         if sending:
             self.command = now + wire.FLUSH_SECONDS
         elif not acknowledged:

@@ -10,7 +10,7 @@ SMALL_TOKENS = 256  # a change of foreign load (not sent by routers) up to this 
 MEAN_SECONDS = 2.0  # time constant of the mean of foreign prefill tokens; 1 s and 4 s did worse in measurements
 REMEMBERED_WORK_SECONDS = 1.0  # cap of the mean, in seconds of prefill; without it an idle engine would look saturated
 ASSUMED_TPS = 10_000  # prefill speed assumed of an engine that has not been measured yet, tokens per second
-LEAST_TOKENS = 32  # least mean of foreign prefill that counts; a smaller one is reported as 0
+LEAST_TOKENS = 32  # a mean of foreign prefill below this is reported as 0
 #: Time without a step after which an engine with work counts as standing still. A healthy one also takes long for a
 #: step in which it compiles a kernel, loads an adapter, exports a profile, or computes a large prompt on a CPU.
 STANDSTILL_SECONDS = 120.0
@@ -64,7 +64,7 @@ class SmoothedLoad:
     def smooth(self, load: Load, now: float) -> Load:
         """Return the ``load`` of ``now`` (monotonic seconds), its foreign prefill smoothed. Call it at every check."""
         tokens = load.foreign_prefill_tokens
-        # A longer gap between two checks counts as two checks' time, because nothing is known of the gap.
+        # At most two checks' time counts as passed, because in a longer gap the load is unknown.
         kept = math.exp(-min(now - self._at, 2 * LOAD_CHECK_SECONDS) / MEAN_SECONDS)
         most = REMEMBERED_WORK_SECONDS * (load.speed_tps or ASSUMED_TPS)
         self._mean, self._at = min(kept * self._mean + (1 - kept) * tokens, most), now
@@ -82,7 +82,7 @@ class Standstill:
     def look(self, load: Load, now: float) -> bool:
         """Tell whether no step began or ended for STANDSTILL_SECONDS, by ``load`` as it is ``now`` (monotonic seconds).
 
-        Call it at every check of the load. A longer gap counts as two checks' time: perhaps the caller had no CPU.
+        Call it at every check of the load. At most two checks' time counts as passed: perhaps the caller had no CPU.
         """
         passed = min(now - self._at, 2 * LOAD_CHECK_SECONDS)
         stands = load.steps is not None and load.steps == self._steps

@@ -38,12 +38,12 @@ logger = logging.getLogger("vllm.warmfleet")
 
 ASK_SECONDS = 15.0  # time between two looks at the list of pools; API server and engine core may follow a move so late
 TIMEOUT_SECONDS = 0.5  # longest wait for an answer about pools, during which the publisher's thread reports nothing
-SEEN_MS = 30_000  # age at which ``seen_ms`` in a server's record is renewed
+SEEN_MS = 30_000  # age at which a server renews ``seen_ms`` in its record, which says that it runs
 AWAY_MS = 90_000  # time without a renewal after which a server counts as restarted
 RECENT_MS = 600_000  # largest age of ``seen_ms`` at which a server still counts when a new server chooses a pool
-SETTLE_MS = 45_000  # time after a move by which both processes have followed and a probe has passed in the new pool
+SETTLE_MS = 45_000  # longest time from a move until both processes have followed and passed a probe in the new pool
 MOVING_SHARE = 1 / 8  # largest share of a model's servers that move between pools at a time; one server always may
-STRUCK_AT_ONCE = 64  # most records of servers gone for good that one call removes
+STRUCK_AT_ONCE = 64  # most records of servers unseen for a day that one call removes
 TRIES = 8  # tries to write a choice; the last ignores what other servers wrote meanwhile, which does little harm
 
 
@@ -102,7 +102,7 @@ class PoolAssignment:
         return self.tag
 
     def doubt(self) -> None:
-        """Look again at the next call, because the keys of the present pool are gone."""
+        """Let the next call of ``look`` ask Redis, because the keys of the present pool are gone."""
         self._due = 0.0
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _choose(
 
 
 def placed(own: Placement | None, pool: str, member: Member, present: str, now_ms: int) -> Placement:
-    """Make a server's record; the capacity of its other ranks stays, unless the server has been restarted."""
+    """Make a server's record; it keeps the capacity of the other ranks, unless the server has been restarted."""
     moves = bool(present) and (own.pool if own else present) != pool
     moved_ms = now_ms if moves else own.moved_ms if own else 0
     blocks = dict(own.blocks) if own and now_ms - own.seen_ms <= AWAY_MS else {}
@@ -229,7 +229,7 @@ def choose(
         if on_the_way >= max(1, int(MOVING_SHARE * len(here))):
             return present
     told = [place.capacity_blocks for place in others.values() if place.capacity_blocks]
-    unknown = sum(told) / len(told) if told else 1.0  # the capacity of a server that has not told it
+    unknown = sum(told) / len(told) if told else 1.0  # capacity assumed of a server that has told none
     size = placed(own, "", member, present, now_ms).capacity_blocks or unknown
     old = own.pool if own else ""
     if old in serving:  # restarted: stay, unless another pool is smaller even with this server added to it

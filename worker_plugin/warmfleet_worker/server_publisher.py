@@ -137,7 +137,7 @@ class ServerPublisher:
         self._stream.flush()
 
     def _sit(self, tag: str) -> None:
-        """Be in the pool ``tag``. If the pool is another than before, leave the old one and open a stream in the new."""
+        """Be in the pool ``tag``: if it is not the present one, leave the present one and open a stream in ``tag``."""
         if tag == self._tag:
             return
         self._goodbye()

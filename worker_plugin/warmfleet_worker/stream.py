@@ -97,9 +97,9 @@ class Entry:
 
 
 class StreamWriter:
-    """Writes the stream ``key``, from one thread only. ``nonce`` names the present incarnation of the writer.
+    """Writes the stream ``key``, from one thread only. ``nonce``: a random name that each join gets.
 
-    hello: the key of the stream that tells routers of new streams, and the name of this stream in its entries.
+    hello: the key of the stream ``hello``, in which routers read the names of new streams, and this stream's name.
     """
 
     def __init__(self, client: redis.Redis, key: str, hello: tuple[str, str], maxlen: int) -> None:
@@ -129,7 +129,7 @@ class StreamWriter:
         return getattr(self.client.connection_pool, "master_address", None)  # a single server has no such attribute
 
     def join(self, data: str) -> None:
-        """Begin a new incarnation. Raises RedisError if Redis is away or refuses; then call ``join`` again."""
+        """Write a join with a new nonce. Raises RedisError if Redis is away or refuses; then call ``join`` again."""
         nonce, number = secrets.token_hex(8), self.number + 1
         pipeline = self.client.pipeline(transaction=False)
         fields = wire.entry(nonce, number, "join", data)
@@ -140,7 +140,7 @@ class StreamWriter:
         if isinstance(joined, RedisError):
             raise joined
         self.joined = wire.entry_id(joined)
-        self._pending.clear()  # entries of the incarnation that has just ended
+        self._pending.clear()  # entries from before this join
         self._joined_master = self._master()
         self.nonce, self.number = nonce, number
 
@@ -150,7 +150,7 @@ class StreamWriter:
         self._pending.append(Entry(self.number, operation, data, blocks))
 
     def skip(self) -> None:
-        """Leave a gap in the numbers: the reader will ask for a snapshot."""
+        """Skip a number, so that the reader notices a lost entry and asks for a snapshot."""
         self.number += 1
 
     def flush(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     #: Turns keys of a block table into block hashes, and leaves out the keys that are not published.
     PickHashes = Callable[[Iterable[bytes]], list[bytes]]
 
-#: Most records that may wait for the publisher: about 25 MB of keys, minutes of an engine's work.
+#: Most changes that may wait for the publisher: about 25 MB of keys, minutes of an engine's work.
 QUEUE_RECORDS = 262_144
 
 
@@ -52,7 +52,7 @@ class Transitions:
         self.lock = threading.Lock()
         self.table: Mapping[bytes, Any] = {}
         self.pick = pick
-        self.dropped = 0  # records lost to a full queue since the start
+        self.dropped = 0  # changes lost since the start, because the queue was full
         self.overflowed = False
         self.limit = limit
         # A stored key as it is, a removed key as a 1-tuple (cheaper than any object), None for cleared.

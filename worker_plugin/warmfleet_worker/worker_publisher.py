@@ -78,7 +78,7 @@ class WorkerPublisher:
         self._snapshot: Snapshot | None = None
         self._drained: deque[Run] = deque()  # changes taken off the queue, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
-        self._loss_noticed_at: float | None = None  # when events were lost: the index is wrong since
+        self._loss_noticed_at: float | None = None  # when events were lost; until a snapshot Redis has wrong blocks
         self._joined_at = 0.0
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
@@ -100,7 +100,7 @@ class WorkerPublisher:
 
     @property
     def tag(self) -> str:
-        """The pool in which this worker is, or wants to be."""
+        """The pool in which this worker is or, before its join, will be."""
         return self._tag
 
     @property
@@ -131,7 +131,7 @@ class WorkerPublisher:
 
     def _run(self) -> None:
         while self._state.stopped is None:
-            leaving = self._stopping.is_set()  # read before the step: if set, that step says goodbye
+            leaving = self._stopping.is_set()  # before the step: if it is set by then, the step writes the leave entry
             try:
                 self.step(time.monotonic())
             except StreamGone:
@@ -214,7 +214,7 @@ class WorkerPublisher:
             self._moved()
 
     def _join(self, now: float) -> None:
-        """Begin a new incarnation. Its index is empty, so a snapshot of the table follows."""
+        """Write a join with a new nonce. It clears this worker's blocks in Redis, so a snapshot of the table follows."""
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
         self._digest, self._snapshot = wire.Digest(), None
@@ -316,7 +316,7 @@ class WorkerPublisher:
 
     def _put_heartbeat(self, load: Load, now: float) -> None:
         self._reported_load = load
-        # The fleet compares its index with a heartbeat's digest: none during a snapshot and after lost events.
+        # The fleet compares its block set with this digest, so none is sent in a snapshot and after lost events.
         comparable = self._snapshot is None and self._snapshot_request is None and self._loss_noticed_at is None
         heartbeat = wire.Heartbeat(
             running=load.running,

@@ -10,7 +10,7 @@ from typing import Any
 from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, generator
 from warmfleet_loadtest.users.tally import Tally
 
-WARM_UP = 0.1  # first share of the run, whose requests count in no figure but the failures
+WARM_UP = 0.1  # first share of the run, whose requests count only in sent, answered and failed
 # Largest share of fallbacks: requests that a router sent on its own, because Redis did not answer in time. A run with
 # more has failed, because it says little about decisions in Redis. On a crowded 2-core machine runs had 0 to 6 %, as
 # Redis waited for a CPU longer than the routers wait for Redis.

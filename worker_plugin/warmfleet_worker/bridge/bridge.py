@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-#: Time between the starts of two engines. After a bridge's restart its engines join anew, and a worker that joins takes
-#: no requests until it is probed. So the engines join one by one, and meanwhile the fleet has the others.
+#: Time between the starts of two engines. When a bridge is restarted, its engines join anew, and a worker that joins
+#: gets no requests until a router has probed it. So one engine joins after the other, and the others go on serving.
 APART_SECONDS = 1.0
 LEAVE_SECONDS = 5.0  # longest wait until an engine that left the list has said goodbye
 STOP_SECONDS = 10.0  # longest time that all engines together may take to end
@@ -58,7 +58,7 @@ class Bridge:
                 self._stopping.wait(APART_SECONDS if len(wanted) > 1 else 0.0)
 
     def stop(self) -> None:
-        """Stop reporting. The fleet goes on using the engines as it knows them, as long as they answer."""
+        """Stop reporting. Routers go on using the engines, by their last reports, as long as the engines answer."""
         self._stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         engines = [*self.engines.values(), *self._ending]

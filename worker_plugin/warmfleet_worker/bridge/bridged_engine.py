@@ -83,7 +83,7 @@ class BridgedEngine:
     def stop(self, *, leave: bool = False) -> None:
         """Let all threads end. leave: the fleet is told that the engine is gone.
 
-        Without ``leave`` only the bridge goes: the fleet uses the engine by its last reports, as long as it answers.
+        Without ``leave`` only the bridge ends: routers use the engine, by its last reports, as long as it answers.
         """
         self._leaves = leave
         self._stopping.set()

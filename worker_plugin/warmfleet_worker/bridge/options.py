@@ -56,7 +56,7 @@ _TCP_PORT = re.compile("[1-9][0-9]{0,4}")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options that an operator gives for an engine. Empty or 0: the engine itself is asked.
+    """The options that an operator gives for an engine. The bridge asks the engine for those that are empty or 0.
 
     endpoint, replay: ZMQ addresses of its first rank's events and replays. block_tokens: tokens in a block of its
     events. group: the KV cache group to follow.

@@ -37,7 +37,7 @@ STOP_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """The counters of a rank at one moment. complete: all events since the engine's start or last reset were applied."""
+    """A rank's counters at one moment. complete: all events since the engine's start or last reset were applied."""
 
     blocks: int = 0
     batches: int = 0
@@ -117,7 +117,7 @@ class Rank:
         )
 
     def stop(self, *, leave: bool) -> None:
-        """End the threads. leave: the engine is gone, and the fleet is told so; without it only the bridge goes."""
+        """End the threads. leave: tell the fleet that the engine is gone; without it only the bridge ends."""
         self._stopping.set()
         if leave:
             self._publisher.stop(STOP_SECONDS)

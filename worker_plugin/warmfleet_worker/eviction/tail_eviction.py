@@ -103,7 +103,7 @@ class TailEviction:
         self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int) -> int:
-        """Return how many blocks of a conversation of ``tokens`` must stay cached for its next request to be in time."""
+        """Return how many blocks of a conversation of ``tokens`` must stay cached to keep its next request in time."""
         xi = self.objective.xi_tokens()
         if not xi:
             return sys.maxsize

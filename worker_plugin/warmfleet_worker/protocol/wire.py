@@ -141,7 +141,7 @@ OPERATIONS = ("join", "stored", "removed", "cleared", "heartbeat", "progress", "
 def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> dict[bytes, bytes]:
     """Return the fields of one stream entry, in the order that the scripts expect.
 
-    nonce: names the writer's incarnation. batch: the entry's number. data: JSON or packed block hashes.
+    nonce: the random name of the writer's join. batch: the entry's number. data: JSON or packed block hashes.
     """
     payload = data.encode() if isinstance(data, str) else data
     return {b"n": nonce.encode(), b"b": b"%d" % batch, b"o": operation.encode(), b"d": payload}

@@ -100,7 +100,7 @@ def announce(engine_client: Any, state: Any, redis_url: str) -> ServerPublisher 
     publisher = ServerPublisher(config, server_assignment(redis_url, config.model, config.server_id))
     publisher.start()
     leave_first(engine_client, publisher)
-    atexit.register(publisher.stop)  # for a server that ends without that shutdown
+    atexit.register(publisher.stop)  # for a server that ends without ``shutdown``
     return publisher
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def hook_prefix_cache_reset() -> None:
-    """Follow ``BlockPool.reset_prefix_cache``, which throws the table away and goes on with a new one."""
+    """Track the new table that ``BlockPool.reset_prefix_cache`` puts in place of the old one."""
     from vllm.v1.core import block_pool
 
     if not first_time(block_pool):

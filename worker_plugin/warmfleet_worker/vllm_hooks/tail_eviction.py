@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.warmfleet")
 
 XARG, ENDED = "x-warmfleet-conversation", "ended"  # a key of ``vllm_xargs`` in a request's body, and its value
-LOG_SECONDS = 60.0  # time between two log lines about blocks that were given up
+LOG_SECONDS = 60.0  # time between two log lines about blocks that T-LRU evicted early
 
 
 def install(
@@ -93,7 +93,7 @@ class TailEvictionHook:
         base_free, base_get = manager.free, pool.get_new_blocks
 
         def free(request: Any) -> None:
-            # Taken before vLLM drops the list from its table. A preempted request is no end: it runs again.
+            # Read before vLLM drops the list from its table. A preempted request will run again, so it is not finished.
             blocks = self._of_request.get(request.request_id) if request.is_finished() else None
             base_free(request)
             if blocks:
@@ -117,7 +117,7 @@ class TailEvictionHook:
         self._safely(self._first_tokens, outputs)
 
     def log(self) -> None:
-        """Write a line if blocks were given up, once in LOG_SECONDS. Runs on the publisher's thread."""
+        """Log how many blocks T-LRU evicted early, once in LOG_SECONDS. Runs on the publisher's thread."""
         self._safely(self._log)
 
     def _first_tokens(self, outputs: dict[int, Any]) -> None:
