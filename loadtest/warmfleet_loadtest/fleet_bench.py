@@ -248,7 +248,7 @@ def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
-        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # to compare the plugin
+        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # sizes of plugin fleets
         if args.policy or beside or not fleets:
             fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas, policies) + fleets
         bench = bench_of(args)

@@ -107,7 +107,7 @@ class Due:
         self.load = now + LOAD_CHECK_SECONDS
 
     def after_command(self, now: float, *, sending: bool, acknowledged: bool) -> None:
-        """Read ``command`` again in 0.1 s during a snapshot, in 0.5 s before an acknowledgement, else at ``reply``."""
+        """Read ``command`` again in 0.1 s in a snapshot, in 0.5 s until the join is acknowledged, else at ``reply``."""
         if sending:
             self.command = now + wire.FLUSH_SECONDS
         elif not acknowledged:

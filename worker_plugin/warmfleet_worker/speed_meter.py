@@ -8,7 +8,7 @@ MIN_STEP_TOKENS = 128  # least prefill of a step that is measured; in a smaller 
 MIN_TOKENS = 512  # number of tokens to be measured before a speed is reported
 MEMORY_SECONDS = 10.0  # busy seconds after which earlier measurements count half
 FEW_TOKENS = 16  # most decode tokens of a short step: without prefill it takes hardly longer than the shortest
-LEAST_STEPS, STEPS = 8, 32  # step_us is the median of the latest STEPS short steps, from LEAST_STEPS on
+LEAST_STEPS, STEPS = 8, 32  # step_us: the median of the latest STEPS short steps; 0 below LEAST_STEPS of them
 
 
 class SpeedMeter:

@@ -214,7 +214,7 @@ class WorkerPublisher:
             self._moved()
 
     def _join(self, now: float) -> None:
-        """Write a join with a new nonce. It clears this worker's blocks in Redis, so a snapshot of the table follows."""
+        """Write a join with a new nonce. It clears this worker's blocks in Redis, so a snapshot follows."""
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
         self._digest, self._snapshot = wire.Digest(), None

@@ -179,4 +179,4 @@ class LocustStack(Processes):
         while (left := when - time.monotonic()) > 0:
             self.check("locust", "haproxy")
             look()
-            time.sleep(min(left, WATCH_S))  # until the next check
+            time.sleep(min(left, WATCH_S))  # a real sleep: ``when`` is wall time

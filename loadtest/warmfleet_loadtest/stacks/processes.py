@@ -202,7 +202,7 @@ def haproxy_binary() -> str:
 def replica_ready(url: str, workers: int) -> bool:
     """Return whether a replica can use ``workers`` workers, and its /readyz, which haproxy asks, answers 200.
 
-    Workers with the plugin must have passed their probe (proven); engines known only by their URL are approximate.
+    Workers must have passed a router's probe (proven), except engines known only by their URL (approximate).
     """
     found = get_json(f"{url}/workers") or {"models": []}
     listed = [worker for model in found["models"] for worker in model["workers"]]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ALGORITHM = "sha256_cbor"
 LEAST_BLOCK_TOKENS = 16  # least tokens in a published block: smaller pages, such as SGLang's of one token, are joined
-SPARE_BLOCKS = 1_024  # the table knows at most twice as many pages as the engine's cache has, and so many more
+SPARE_BLOCKS = 1_024  # the table keeps at most twice the pages of the engine's cache, plus this number
 
 
 def scheme_of(page_tokens: int) -> wire.Scheme:
