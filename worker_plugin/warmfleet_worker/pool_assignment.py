@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-ASK_SECONDS = 15.0  # time between two looks at the list of pools, after which API server and engine core are in one pool
+ASK_SECONDS = 15.0  # time between two looks at the list of pools, after which a server's processes are in one pool
 TIMEOUT_SECONDS = 0.5  # longest wait for an answer about pools, during which the publisher's thread reports nothing
 SEEN_MS = 30_000  # age at which a server renews ``seen_ms`` in its record, which says that it runs
 AWAY_MS = 90_000  # time without a renewal after which a server counts as restarted
