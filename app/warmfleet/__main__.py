@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "pools" and not any(word.startswith("-") for word in rest):
-        options.tags += rest  # argparse does not take names that stand only behind options: `pools drain --move llama`
+        options.tags += rest  # argparse leaves names in `rest` if all are behind an option: `pools drain --move llama`
         rest = []
     if rest and options.command != "bridge":
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if options.command == "bridge":
             become_bridge(rest)
-        # imported here, because `workers` needs neither tokenizers nor a web server
+        # each command is imported only when it runs, so that `workers` loads neither tokenizers nor a web server
         return int(importlib.import_module(f"warmfleet.cli.{options.command}").run(options))
     except (CommandError, WarmfleetError) as error:
         elsewhere = isinstance(error, FleetUnavailable) and "redis" in options
@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def become_bridge(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by the bridge, a program of the worker's package, which this package never imports.
+    """Replace this process by `warmfleet bridge`, a program of the worker's package, which this package never imports.
 
-    Raises CommandError if it is not installed, unless only help is wanted.
+    Raises CommandError if that package is not installed, unless the arguments ask for help only.
     """
     try:
         found = importlib.util.find_spec(BRIDGE)

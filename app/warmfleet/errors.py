@@ -194,8 +194,8 @@ class UpstreamGone(UpstreamError):
 class NameRefused(UpstreamGone):
     """The worker does not serve this model any more.
 
-    Another worker serves the model, so the request is tried there. counts: the refusal counts against the worker
-    (``Pool.refused``).
+    Another worker serves the model, so the request is tried there. counts: whether this is a failure of the
+    worker: only its first refusal since it last announced its names is (``Pool.refused``).
     """
 
     status, type, code = ModelNotFound.status, ModelNotFound.type, ModelNotFound.code
@@ -223,13 +223,13 @@ class FleetUnavailable(WarmfleetError):
 
 
 class UploadsFull(WarmfleetError):
-    """All bodies fill their memory."""
+    """The memory for request bodies is full."""
 
     status, code = 503, "uploads_full"
 
 
 class TooManyConnections(WarmfleetError):
-    """All connections carry answers."""
+    """Every connection is busy with a request."""
 
     status, code = 503, "too_many_connections"
 
@@ -256,6 +256,6 @@ class KeyInUse(WarmfleetError):
 
 
 class BadArgument(WarmfleetError):
-    """A script refused an argument."""
+    """A Redis script refused an argument."""
 
     code = "bad_argument"

@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet")
 
-DRAIN_SETTLES_S = 3.0  # longest wait at the stop for outcomes on their way to Redis, each of which takes at most 2 s
+DRAIN_SETTLES_S = 3.0  # longest wait at the stop until requests' outcomes are in Redis; one call takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
 ALARM_GAP_S = 0.1  # least time between two probes of suspected workers that do not wait for the next round
 MEMORY_INTERVAL_S = 1.0
@@ -330,7 +330,7 @@ def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, t
     config = uvicorn.Config(
         doors.application,
         loop="uvloop",
-        http=HttpConnection,  # never used: the doors make the connections
+        http=HttpConnection,  # required, but unused: ``Server`` makes the connections
         ws="none",
         lifespan="on",
         access_log=False,
@@ -434,7 +434,7 @@ async def _background(replica: _Replica, identities: Identities, clock: Clock) -
     def of_pool(pool: Pool) -> list[asyncio.Task[None]]:
         share = next(numbers) % upkeep.REST_SHARES / upkeep.REST_SHARES
         until_beat = partial(clock.until, upkeep.REST_STEP_S, share)
-        apply = partial(upkeep.apply, pool, metrics, until_beat, timing)  # a step of ``apply`` waits by itself
+        apply = partial(upkeep.apply, pool, metrics, until_beat, timing)  # 0.0 below: ``apply`` waits between steps
         alarm = partial(_alarm, pool, reader, prober)
         of_all = (("apply", 0.0, apply), ("alarm", ALARM_GAP_S, alarm))
         return [_task(name, seconds, call, metrics, clock, contact, pool.tag) for name, seconds, call in of_all]

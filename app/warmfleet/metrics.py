@@ -150,7 +150,7 @@ class Metrics:
                 counter.labels(reason, model)
 
     def forget_pool(self, model: str) -> None:
-        """Drop the gauges of a pool of which nothing is left, and keep its counters. model: its tag.
+        """Drop the gauges of a pool that has ended, and keep its counters. model: the pool's tag.
 
         Gauges that stayed at 0 would show a pool without workers.
         """

@@ -38,9 +38,9 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # largest file that is accepted as a secret
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # largest queue limit, because scripts get the number of waiting requests in 32 bits
-#: Longest timeout of a decision: a third of a reservation's life, so that it does not book a lease about to expire.
+#: Longest timeout of a decision: a third of a reservation's 30 s, so that a late decision books no ending lease.
 MAX_DECIDE_TIMEOUT_S = 10.0
-MAX_PREFER_S = 3_600.0  # highest price of a missing label; a label that a worker must have is a filter, not a price
+MAX_PREFER_S = 3_600.0  # highest price, in seconds, of a missing label; a must is written as a filter
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
@@ -219,7 +219,7 @@ def _setting(default: Any, why: str, group: str = "") -> Any:
 
 
 def _secret(default: Any, why: str, group: str = "") -> Any:
-    """Define a setting that ``NAME_FILE`` may give as well, and that no representation of the settings shows."""
+    """Define a setting whose value may be in a file that ``NAME_FILE`` names; ``repr`` of the settings hides it."""
     return field(default=default, repr=False, metadata={"why": why, "secret": True, "group": group})
 
 

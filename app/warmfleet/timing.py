@@ -29,24 +29,24 @@ class Timing:
     health_interval_s: float = 5.0
     files_interval_s: float = 1.0  # time between two looks for changes of the clients' keys and of certificates
     pools_interval_s: float = 1.0  # time between two looks for changes of the registry of pools
-    #: Time between two reads of a stock engine's /metrics, which take it some 20 ms; the same after a failed read.
+    #: Time between two reads of the /metrics of an engine without the plugin; one read costs that engine some 20 ms.
     facts_interval_s: float = 30.0
     limit_interval_s: float = 1.0  # time between two looks for requests over a time limit
     hung_interval_s: float = 5.0  # time between two looks for engines that keep requests waiting
-    #: Time between two probes of a proven worker by any replica. It exceeds the longest probe: up to 30 s for answers
-    #: and 5 s for blocks.
+    #: Time between two probes (test prompts that prove its block hashes) of a proven worker, by any replica. The
+    #: longest probe takes 35 s: 30 s for answers, 5 s for blocks.
     probe_interval_s: float = 600.0
-    traces_interval_s: float = 1.0  # time between two looks for spans to send, because no request wakes the thread
+    traces_interval_s: float = 1.0  # time between two sendings of spans by the exporter's thread
 
     # how long an engine may take
     connect_timeout_s: float = 2.0  # longest wait for a connection (usually milliseconds), then another worker is tried
-    #: Longest wait for an engine's token ids, plus a time per byte of text; longer would cost more than a prefill.
+    #: Longest wait for token ids from an engine, to which each byte of text adds; after longer, a prefill costs less.
     tokenize_timeout_s: float = 0.25
     #: Wait for a first byte after which the engine is asked for /health; a whole plain answer may take much longer.
     hung_after_s: float = 10.0
     hung_timeout_s: float = 5.0  # longest wait for an answer to /health
     check_timeout_s: float = 3.0  # longest wait for each answer in a check of a stock engine
-    blocks_timeout_s: float = 5.0  # longest wait from a probe's answer to its blocks; engines report every 0.1 s
+    blocks_timeout_s: float = 5.0  # longest wait after a probe's answer for events of its blocks, sent every 0.1 s
 
     # how long a client may take
     handshake_timeout_s: float = 10.0  # longest TLS handshake, two round trips; slower clients only occupy connections
@@ -60,13 +60,13 @@ class Timing:
     backoff_s: tuple[float, float] = (5.0, 60.0)
     #: The same for a worker that became suspected since its last probe, doubled for each suspicion that proves wrong.
     suspected_s: tuple[float, float] = (5.0, 600.0)
-    load_retry_s: float = 10.0  # time until a token identity that failed to load is loaded again
+    load_retry_s: float = 10.0  # time until a tokenizer that failed to load is loaded again
     traces_retry_s: tuple[float, float] = (1.0, 3.0)  # waits before the second and the third try to send spans
 
     # how long something stays as it is
     grace_s: float = WORKER_TTL_SECONDS  # time without a heartbeat after which a worker counts as lost
-    #: Time added to ``grace_s`` for a worker that may be moving to another pool: no pool hears it meanwhile, for at
-    #: most ``ASK_SECONDS`` of the plugin (``pool_assignment``).
+    #: Time added to ``grace_s`` for a worker that may be moving to another pool: meanwhile no pool gets its heartbeats,
+    #: for at most 15 s (``ASK_SECONDS`` of the plugin's ``pool_assignment``).
     parted_s: float = 15.0
     quiet_s: float = 3.0  # time without a byte after which a request at a lost worker is given up
     identity_wait_s: float = 5.0  # longest wait of a first probe for the worker's tokenizer; then it tests only hashing

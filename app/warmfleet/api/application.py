@@ -34,7 +34,7 @@ class ServiceApplication:
         self._access_log = access_log
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:  # noqa: ARG002
-        """Return the coroutine that answers the request. engines: whether it may be sent to an engine."""
+        """Return the coroutine that answers the request. engines: whether the request may go to an engine."""
         return self._logged(request, answer, partial(self._serve_itself, request, answer))
 
     async def _logged(
@@ -42,7 +42,7 @@ class ServiceApplication:
     ) -> None:
         """Answer and log the request. With an access log, a request without an id gets an id, which its answer shows.
 
-        serve: makes the coroutine that answers, only here, as a task cancelled earlier would leave it never awaited.
+        serve: makes the coroutine that answers. Made before, it would stay unawaited if the task is cancelled earlier.
         """
         if self._access_log is None:
             await serve()
@@ -81,7 +81,7 @@ class Application(ServiceApplication):
         await self.starlette(scope, receive, send)
 
     def serve(self, request: HttpRequest, answer: ClientAnswer, *, engines: bool) -> Coroutine[Any, Any, None]:
-        """Return the coroutine that answers the request. engines: whether it may be sent to an engine."""
+        """Return the coroutine that answers the request. engines: whether the request may go to an engine."""
         origin = self._cors.allowed(request.headers)
         if origin:
             preflight = self._cors.preflight(request.method, request.headers, origin)

@@ -30,7 +30,7 @@ async def serve_by_asgi(app: AsgiApp, request: HttpRequest, answer: ClientAnswer
         "query_string": query,
         "root_path": "",
         "headers": request.headers,
-        "client": (answer.peer(), 0),  # nobody reads the port
+        "client": (answer.peer(), 0),  # no handler reads the port
         "server": None,
     }
     unread = True

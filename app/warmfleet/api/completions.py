@@ -39,7 +39,7 @@ Field = tuple[bytes, bytes]
 
 JSON: Field = (b"Content-Type", b"application/json")
 NOTHING: Field = (b"", b"")
-#: Headers of a client that reach the engine. Authorization does only if the settings hold no key for workers, and no
+#: Headers of a client that reach the engine; Authorization only if the settings have neither a key for workers nor a
 #: file of clients' keys.
 PASSED_ON = {
     b"accept": b"Accept",
@@ -62,7 +62,7 @@ class Noting(NamedTuple):
 
 
 class CompletionsProxy:
-    """Serves one path. The task of a request is cancelled when its client hangs up, whatever it does at that time."""
+    """Serves one path. The task of a request is cancelled when its client hangs up, at whatever step it is."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class CompletionsProxy:
             passed_on.setdefault(b"authorization", (b"Authorization", b"Bearer " + anthropic_key[1]))
         if self._worker_authorization:
             passed_on[b"authorization"] = self._worker_authorization
-        elif self._keys.required:  # the client's key is for routers, and an engine could use it
+        elif self._keys.required:  # an engine must not learn a key that routers accept
             passed_on.pop(b"authorization", None)
         return passed_on, for_router
 

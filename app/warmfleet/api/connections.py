@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """All connections. ``health.draining``: whether each answer tells its client that the connection ends.
+    """All connections. While ``health.draining``, each answer tells its client to connect anew.
 
     ``open``: number of open connections. ``body_bytes``: bytes of bodies in memory.
 
@@ -95,9 +95,9 @@ class Connections:
         self.uploading.pop(connection, None)
 
     def hold(self, size: int, held: int) -> None:
-        """Count ``size`` more bytes of a body that has ``held`` bytes now. Raises UploadsFull if it may not grow.
+        """Count ``size`` more bytes of a body, which then has ``held`` bytes. Raises UploadsFull if that is too much.
 
-        While all bodies exceed their memory, the largest unfinished one is refused, so that small requests still pass.
+        While all bodies exceed ``max_uploads_bytes``, the largest unfinished body is refused, so that small ones pass.
         """
         self.body_bytes += size
         while self.body_bytes > self.max_uploads_bytes:

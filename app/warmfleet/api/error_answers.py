@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
 
 
-MAX_PATH = 100  # most characters of a path that an answer repeats; a longer path resembles none
+MAX_PATH = 100  # most characters of a path that an answer repeats; for a longer path it suggests none
 LIKE = 0.7  # least similarity (``_likeness``, 0 to 1) at which a known path is suggested for a mistyped one
 OUR_BUG = "Something went wrong in the router; its log says what."
 
@@ -37,7 +37,7 @@ def error_headers(error: WarmfleetError) -> dict[str, str]:
     if error.retry_after_s:
         headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, TooLarge):
-        headers["connection"] = "close"  # the rest of the body is not read
+        headers["connection"] = "close"  # the unread rest of the body is in the way of a next request
     if isinstance(error, MethodNotAllowed):
         headers["allow"] = error.allow
     if isinstance(error, UnsupportedCoding):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Figures of a replica that are summed over its pools, by their names in the answer.
 SUMS = ("in_flight", "waiting", "decided", "fallbacks", "prompt_tokens", "matched_tokens")
-AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool (``pools/home_pools``) was not asked
+AWAY, EMPTY = "its Redis is away", "it has no worker"  # why a home pool (chosen by the prompt's hash) was not asked
 
 
 def versions(pools: Pools) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def versions(pools: Pools) -> dict[str, Any]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set the metrics that are computed for each call of /metrics: age of the view, TTFT quantiles, each worker's."""
+    """Set the metrics that each call of /metrics computes: of every worker, TTFT quantiles, age of the last read."""
     set_worker_gauges(pools, metrics)
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
@@ -53,7 +53,7 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 
 async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
-    """Return every worker of one model as Redis has it now, or as the last reading had it while Redis is away."""
+    """Return every worker of one model as Redis has it now or, while Redis is away, as it was last read."""
     fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
     try:
         found = await pool.fleet.workers.read()
@@ -92,9 +92,9 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
-    """Describe a worker. tag: of its pool. truth: state of its index; None if approximate, and while Redis is away.
+    """Describe a worker. tag: of its pool. truth: its index; None without a plugin, and while Redis is away.
 
-    moved_to: another pool in which the worker is heard, if any.
+    moved_to: another pool that gets the worker's heartbeats, if any.
     """
     return {
         "worker_id": worker.worker_id,
@@ -158,7 +158,7 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """The request that ``/explain`` asks about. flow, priority: its tenant's flow and its priority in the queue."""
+    """The request that ``/explain`` asks about. flow, priority: its tenant and priority in the fair queue."""
 
     request: Request
     hints: Hints
@@ -173,8 +173,8 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
     workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
     FleetUnavailable is raised.
 
-    pool: the pool of the model by which the prompt is identified. In the result, ``pools`` has the offers that a router
-    would compare, and ``passed_over`` why a home pool made no offer; all other fields are about the best offer.
+    pool: the pool of the model whose tokenizer identifies the prompt. In the result, ``pools`` has the best worker and
+    the price of each pool that was asked, ``passed_over`` why others were not; other fields are about the best pool.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -249,7 +249,7 @@ def _refuses(explained: dict[str, Any]) -> bool:
 
 
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
-    """Return the worker that the request would get or wait for in this pool, and its offer, as in a decision."""
+    """Return the worker that the request would get or wait for in this pool, and its price, to compare pools."""
 
     def turn(row: dict[str, Any]) -> float:
         token_s = pool.view.token_s_of(row["worker_id"])
@@ -277,7 +277,7 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
 async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
     """Choose the worker while Redis does not answer, as routers do in an outage: by a hash of the prompt's beginning.
 
-    ``candidates`` tell the load of the last reading; costs and matches are known to Redis alone. Raises NoWorker.
+    ``candidates`` have the load as last read; costs and matches are left out, as only Redis has them. Raises NoWorker.
     """
     prompt = await identify_here(request, pool)
     unable, workers = prompt.unable_workers, pool.last_known.workers

@@ -105,7 +105,7 @@ class GatewayRoutes:
         return JSONResponse((await self._place(call, handover, record))._asdict())
 
     async def _place(self, call: Call, handover: Handover, record: RequestRecord) -> Placement:
-        """Place the call, and keep its record, to which the gateway's later reports add the outcome."""
+        """Place the call, and keep its record, which gets the outcome when the gateway reports it."""
         self._last.begun(record)
         record.placed = True
         try:

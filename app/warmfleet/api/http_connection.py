@@ -32,7 +32,7 @@ CHUNK_FRAMING_MAX_BYTES = 8_192
 CHUNK_LINE_BYTES = 24  # longest size line of a chunk without extensions, with its line ends
 MAX_TRAILERS = 16
 MAX_PIPELINED = 64  # most requests on a connection that wait for the answers to earlier ones
-BODY_LOOK_MIN_BYTES = 10_240  # least bytes of a body that must come between two looks (``body_look_s``), about 1 kB/s
+BODY_LOOK_MIN_BYTES = 10_240  # fewest bytes of a body in ``body_look_s`` (10 s): 1 kB/s; a slower body is refused
 LINGER_S = 1.0  # time for a client to read its error before its further bytes reset the connection
 CANCEL_AGAIN_S = 0.2
 
@@ -294,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.header_timeout_s)
 
     def _check_chunks(self, framing_bytes: int, chunks: int) -> None:
-        """Check the size of a body's framing. framing_bytes: those of one read, in which ``chunks`` chunks came."""
+        """Check the size of a body's framing. framing_bytes: of one read, which had ``chunks`` chunks."""
         if chunks:
             self._framing_bytes = 0
         self._framing_bytes += framing_bytes

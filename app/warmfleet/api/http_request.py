@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MODELS_BELOW = b"/v1/models/"  # prefix of paths that end in the name of a model, whose slashes may be written as %2F
 _ESCAPED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
-_MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # by default vLLM names a model by its folder, "/..."
+_MODEL_BY_PATH = re.compile(rb"/v1/models/%2f", re.IGNORECASE)  # vLLM by default names a model by its folder, "/..."
 #: Spellings of a path that a proxy may read as another path than this replica does: an empty segment, ``.``, ``..``, a
 #: backslash, a fragment, a byte that is no character of a URL; escapes of characters that need no escape, of a slash,
 #: a backslash or a control character; and a ``%`` without two hex digits.

@@ -38,7 +38,7 @@ class ListedPool:
         return max((limit for worker, limit in self._limits.items() if worker not in lacking), default=None)
 
     def parent(self, name: str) -> str | None:
-        """Return the model that the adapter of this name belongs to; None if the name is no adapter's."""
+        """Return the base model of the LoRA adapter with this name; None if no adapter has this name."""
         served = self._view.names
         if name not in served.paths:
             return self._parents.get(name)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part with a sentence: in seconds, and as share of the whole time
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part that is mentioned: seconds, share of the whole time
 MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late beyond MUCH_TIMES its predicted time + MUCH_S
-FEW_TOKENS = 64  # most tokens that may be missing in the cache, against the expected ones, without a sentence
-SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # longest part that needs no remedy, and longest decision that needs no reason
-SILENCE_S = 1.0  # shortest silence in the middle of an answer that gets a sentence
+FEW_TOKENS = 64  # most tokens that may lack in an engine's cache, of those expected there, without mention
+SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # shortest part that gets advice; longest decision that is not called slow
+SILENCE_S = 1.0  # shortest silence in the middle of an answer that is mentioned
 SO_FAR = " so far"
 FAILED_BY_FLEET = 500  # lowest status for which the fleet is at fault and not the client
 

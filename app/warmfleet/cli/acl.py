@@ -71,7 +71,7 @@ def rules_of(options: argparse.Namespace) -> dict[str, Sequence[str]]:
 
 
 def lines(rules: dict[str, Sequence[str]], passwords: dict[str, str], *, commands: bool) -> list[str]:
-    """Write lines of an aclfile, or commands for redis-cli. With an admin, turn off the password-less `default`."""
+    """Write lines of an aclfile, or commands for redis-cli. If there is an admin, turn off Redis' user `default`."""
     verb = "ACL SETUSER" if commands else "user"
     closed = ["user default reset off"] if "admin" in rules else []
     valid = {name: [passwords[key] for key in (name, name + OLD) if key in passwords] for name in rules}

@@ -42,7 +42,7 @@ class Artifact:
 class Shelf:
     """The artifacts of one model by digest, and the digests that the operator approved.
 
-    approved: by this command. by_settings: by the variable in this environment, which may differ from the routers'.
+    approved: by this command. by_settings: by APPROVED_TEMPLATES in this shell; routers may have another value.
     """
 
     fleet: Fleet
@@ -139,7 +139,7 @@ def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ..
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """Return a whole digest as it is; of a beginning, the only digest in ``known`` with it. Raises CommandError."""
+    """Return the only digest in ``known`` that begins so; a whole digest is returned as it is. Raises CommandError."""
     if len(digest) == 64:
         return digest
     found = sorted(sha256 for sha256 in known if sha256.startswith(digest))

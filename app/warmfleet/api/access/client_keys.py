@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from warmfleet.metrics import Metrics
 
-MAX_FILE_BYTES = 16_777_216  # largest file of keys, with some 100,000 of them
+MAX_FILE_BYTES = 16_777_216  # largest size of the file of keys, which then has some 100,000 keys
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = frozenset({"name", "sha256", "models", "expires", "concurrency", "tokens_per_minute"})
@@ -51,7 +51,7 @@ ANYBODY = ClientKey("")
 
 
 class ClientKeys:
-    """The keys that are valid now. ``required``: whether requests need a key: only if the settings name a file."""
+    """The keys that are valid now. ``required``: whether requests need a key; true if the settings name a file."""
 
     def __init__(self, path: str, metrics: Metrics) -> None:
         """path: the file of keys; empty if clients need none. Raises BadArgument if the file cannot be used."""
@@ -72,7 +72,7 @@ class ClientKeys:
         """Return the key of a request, or ANYBODY if none is needed. Raises Unauthorized.
 
         The key is the bearer token of Authorization, or without that header the value of X-Api-Key, which clients of
-        Anthropic's API send. If the header comes twice, the request counts as one without a key.
+        Anthropic's API send. If that header comes twice, the request counts as one without a key.
         """
         if not self.required:
             return ANYBODY
@@ -82,7 +82,7 @@ class ClientKeys:
         else:
             given = [value for name, value in headers if name == b"x-api-key"]
             key = given[0] if given else b""
-        # The time of the look-up reveals nothing, because no client can make hashes that resemble a given hash.
+        # Needs no constant-time comparison, because no client can find keys whose hashes resemble a stored hash.
         found = self._keys.get(hashlib.sha256(key).digest()) if key and len(given) == 1 else None
         if found is None:
             raise Unauthorized("This needs a valid API key, as `Authorization: Bearer KEY` or as `X-Api-Key: KEY`.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet.settings import Settings
 
-#: Addresses of processes on the replica's host. Sidecars use other loopback addresses; Istio's, for example, 127.0.0.6.
+#: Addresses of clients on the replica's host. Other loopback addresses (Istio: 127.0.0.6) belong to sidecar proxies.
 OWN_ADDRESSES = frozenset(("127.0.0.1", "::1", "::ffff:127.0.0.1"))
 #: Prefixes of headers that show that a proxy passed the request on, or that a page of another origin sent it.
 PASSED_ON = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"l5d-", b"via", b"cf-connecting-ip", b"origin")
@@ -38,7 +38,7 @@ NOBODY = "Without WARMFLEET_ADMIN_KEY nobody is answered here, because clients u
 
 
 class Operators:
-    """Checks requests to the paths for operators. ``hides``: whether some paths are closed to the public."""
+    """Checks requests to the paths for operators. ``hides``: whether clients must not see single requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._key = settings.admin_key
@@ -46,7 +46,7 @@ class Operators:
         self.hides = settings.explain_key is None
 
     def may_read_sums(self, request: HTTPRequest) -> None:
-        """Check a request for sums over all requests. Raises Unauthorized."""
+        """Check a request for figures summed over all requests, such as /metrics. Raises Unauthorized."""
         given = next((value for name, value in request.headers.raw if name == b"authorization"), b"")
         if self._key and not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
             raise Unauthorized("This is the operator's: it takes WARMFLEET_ADMIN_KEY as bearer token.")
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether the Host header names the replica's own host: a foreign page can make a browser send other names."""
+    """Whether the Host header names the replica's own host. After DNS rebinding, a browser sends a foreign name."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""
@@ -94,7 +94,7 @@ def is_loopback(host: str) -> bool:
     """Whether this is a loopback address, also if it is an IPv4 address in the form of IPv6."""
     try:
         address = ipaddress.ip_address(host)
-    except ValueError:  # no address, as of a unix socket
+    except ValueError:  # the host of a unix socket is no IP address
         return False
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback

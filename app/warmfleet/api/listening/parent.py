@@ -22,7 +22,7 @@ logger = logging.getLogger("warmfleet.api.listening")
 READY, ALIVE = b"ready\n", b"alive\n"
 HEARTBEAT_S = 1.0  # time between two reports that the replica is alive
 READY_LOOK_S = 0.05
-LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, so that no new health check sees the drain
+LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, in which the last new connections are served
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Parent:
     async def obey(
         self, listen: Callable[[Listening], Awaitable[None]], stop: Callable[[], None], unready: Callable[[], str]
     ) -> None:
-        """Report once ``unready()`` is ""; ``listen`` as the parent orders; ``stop`` if retired or without parent."""
+        """Report READY once ``unready()`` is ""; ``listen`` as the parent orders; ``stop`` at RETIRED or its end."""
         reader, writer = await asyncio.open_unix_connection(sock=self._line)
         report = asyncio.create_task(self._report(writer, unready))
         try:

@@ -23,7 +23,7 @@ EVERY_S = 5.0  # time between two points, the interval of heartbeats
 SPAN_S = 900.0  # length of the history, long enough to see the causes of an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
 RATE_S = 10.0  # time over which current rates are averaged; with less, the rate of one request a second would flicker
-RATIO_S = 60.0  # time over which the hit ratio is computed, as the times to first token are
+RATIO_S = 60.0  # time over which the hit ratio is computed; the same as of the times to first token
 
 Number = int | float | None
 
@@ -31,8 +31,8 @@ Number = int | float | None
 class Point(NamedTuple):
     """The figures of a model at a moment. at: monotonic seconds.
 
-    decided to matched_tokens: sums since the start of the replica. p50_s, p90_s, p99_s: quantiles of the time to first
-    token of the last minute's streams; None without streams. waiting: requests that wait in this replica's queue.
+    decided, fallbacks and both ..._tokens: sums since the replica's start. p50_s, p90_s, p99_s: quantiles of the time
+    to first token of the last minute's streams; None without streams. waiting: requests in this replica's queue.
     """
 
     at: float

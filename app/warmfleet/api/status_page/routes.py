@@ -130,7 +130,7 @@ class StatusPage:
 
     async def _model(self, pool: Pool) -> dict[str, Any]:
         found = await snapshot.read(pool)
-        pool.recent.wanted = True  # the next decision returns all candidates: one in a second, while a page is open
+        pool.recent.wanted = True  # the next decision returns all candidates, for the next snapshot
         lately, history = self._history.lately(pool), self._history.columns(pool)
         rows = snapshot.decision_rows(pool.recent.newest(), self._rows.get(pool.tag, {}))
         self._rows[pool.tag] = rows

@@ -44,7 +44,7 @@ class Reading:
 
 
 async def read(pool: Pool) -> Reading:
-    """Read a snapshot's data from Redis, without the workers: the page shows the last reading's, at most 2 s old."""
+    """Read a snapshot's data from Redis, except workers: the page shows them as of the last read, at most 2 s ago."""
     try:
         async with asyncio.timeout(READ_S):
             truth = await pool.fleet.index.truth(pool.view.workers)
@@ -101,8 +101,8 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
 
 
 def shown_workers(pool: Pool, rung: str, *, away: bool) -> Sequence[WorkerView]:
-    """Return the workers of the last reading. If requests go to the last known workers, add these, or, while Redis is
-    away, return only these."""
+    """Return the workers that were last read from Redis. While requests go to workers known from an earlier read
+    (rung ``last_known``), add these or, while Redis is away, return only these."""
     if rung != "last_known":
         return pool.view.workers
     if away:
@@ -184,10 +184,10 @@ def worker_row(
     known_last: bool = False,
     moved_to: str = "",
 ) -> dict[str, Any]:
-    """Describe a worker. truth: None if approximate, and while Redis is away. avoided: this replica avoids it now.
+    """Describe a worker. truth: None without a plugin, or while Redis is away. avoided: by this replica, now.
 
-    known_last: the worker is one of the last known workers, so its values may be old, and no blocks are matched.
-    moved_to: another pool in which the worker is heard, if any.
+    known_last: known from an earlier read only, so its values may be old, and requests there match no blocks.
+    moved_to: another pool that gets the worker's heartbeats, if any.
     """
     load, past = worker.load, known_last and worker.routable
     return {

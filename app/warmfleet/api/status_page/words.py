@@ -16,5 +16,5 @@ def why_in_words(policy: str, decision: Decision, fallback: str) -> str:
         return fallback_in_words(fallback)
     if decision.seen is not None:
         return in_words(policy, decision.why, decision.seen)
-    tie = decision.why in OF_A_TIE and decision.why != "seed"  # ``in_words`` says more about a tie
+    tie = decision.why in OF_A_TIE and decision.why != "seed"  # without candidates, only that there was a tie is known
     return f"{'tie: ' if tie else ''}{reason_of(policy, decision.why)}"

@@ -92,7 +92,7 @@ class Plan:
 
 @dataclass
 class Known:
-    """The fleet as the checks have seen it so far. workers, fleets: by model tag, the workers and the client of a pool.
+    """The fleet as the checks have seen it so far. workers, fleets: model tag -> the pool's workers; its client.
 
     listed: the engines of WARMFLEET_STATIC_WORKERS. pools: the pools of all models.
     """
@@ -236,7 +236,7 @@ async def _checked(report: Report, check: str, work: Awaitable[Finding | Iterabl
 
 
 async def _redis_answers(plan: Plan, known: Known, report: Report) -> bool:
-    """Check whether Redis answers. In a Cluster each pool may have its own master; pools that lost it are left out."""
+    """Check whether Redis answers. In a Cluster, pools whose own master is lost are not checked further."""
     report.progress("connecting to Redis")
     where, fleets = parse(plan.url), list(known.fleets.values())
 
@@ -370,7 +370,7 @@ def _beside(known: Known, model: str) -> list[str]:
 async def _moved(plan: Plan, known: Known, model: str) -> dict[str, str]:
     """Find workers heard in another pool, and servers on their way between pools of the model: name -> other pool.
 
-    In another model's pool only engines known by their URL count: such an engine moves when its served name changes.
+    In another model's pool only engines without the plugin count: they move there when their served name changes.
     """
     found: dict[str, str] = {}
     siblings = [tag for tag in known.fleets if tag != model and served_model(tag) == served_model(model)]
@@ -446,7 +446,7 @@ async def _urls(plan: Plan, known: Known, workers: Sequence[WorkerView]) -> list
 
 
 async def _named(known: Known) -> list[str]:
-    """Return the URLs of the engines that the operator lists; routers may use these whatever their addresses."""
+    """Return the URLs of WARMFLEET_STATIC_WORKERS; routers may use these whatever their addresses."""
     return [engine.url for engine in await known.listed.look()]
 
 
@@ -456,7 +456,7 @@ async def _addresses(plan: Plan, known: Known) -> Addresses:
 
 
 async def _keys(plan: Plan, known: Known, urls: Sequence[str] = ()) -> dict[str, EngineKey]:
-    """Ask for the ``EngineKey`` of the engine at each of these URLs and at those of all workers."""
+    """Ask these URLs and those of all workers for an ``EngineKey``, which is equal for two URLs of one engine."""
     heard = [worker.url for worker in known.all_workers if worker.heard and worker.url]
     async with _client(await _addresses(plan, known), plan) as (client, _):
         return await same_engine_checks.keys_of(client, [*urls, *heard])
@@ -548,7 +548,7 @@ async def _engine(plan: Plan, known: Known, url: str, report: Report) -> None:
 
 
 def _rank(worker: WorkerView | None, mine: Sequence[WorkerView]) -> str:
-    """Return the rank for a request's header; empty for a server with a single core, which refuses this header."""
+    """Return the data-parallel rank for a request's header; empty for a server with one core, which refuses it."""
     if worker is None or sum(core.record.get("server_id") == worker.record.get("server_id") for core in mine) < 2:
         return ""
     return str(worker.record.get("rank", 0))
@@ -559,7 +559,7 @@ def _mine(known: Known, url: str, addresses: Sequence[str]) -> tuple[str, list[W
     found = [(tag, engine_checks.same_engine(url, workers, addresses)) for tag, workers in known.workers.items()]
     mine = [(tag, workers) for tag, workers in found if workers]
     heard = [(tag, workers) for tag, workers in mine if any(worker.heard for worker in workers)]
-    return next(iter([*heard, *mine]), ("", []))  # a pool that the engine has left lists it for ten minutes more
+    return next(iter([*heard, *mine]), ("", []))  # heard first: a pool that the engine left lists it for 10 minutes
 
 
 async def _probe(plan: Plan, subject: Subject, report: Report) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
 
-UNREAD_S = 5.0  # longest usual time since a replica read the streams; each does so at least once a second
+UNREAD_S = 5.0  # longest time without a replica that reads the streams; each reads them once a second or more
 LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
@@ -38,7 +38,7 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 @dataclass(frozen=True, slots=True)
 class PoolReading:
-    """A reading of a pool. others: names of other models in this Redis, if known. drained: the pool may have no worker.
+    """A pool as read from Redis. others: names of other models there, if known. drained: by the operator.
 
     moved: workers and servers that are alive in another pool, or on their way to one: name -> that pool.
     beside: other pools of the model, which have engines.
@@ -90,7 +90,7 @@ def _place(worker: WorkerView, pool: PoolReading) -> str:
 
 
 def applied(streams: Streams, tag: str, configured: str) -> Finding:
-    """Check that a router applies the streams of this pool. configured: as in ``PoolReading``."""
+    """Check that a router applies the pool's cache events (streams) to the index. configured: as in ``PoolReading``."""
     if streams.ticked_s is not None and streams.ticked_s <= UNREAD_S:
         return ok("routers", "a router applies the workers' streams")
     since = "ever since this Redis is empty" if streams.ticked_s is None else f"for {streams.ticked_s:.0f} s"
@@ -263,7 +263,7 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
 
 
 def bridged(worker: WorkerView) -> bool:
-    """Tell whether a bridge reports this worker, so that its engine has no plugin, and no lines of it in its log."""
+    """Tell whether a bridge reports this worker, whose engine then has no plugin, and logs no lines of a plugin."""
     return ((worker.server or {}).get("facts") or {}).get("reports_prefills") is False
 
 
@@ -306,7 +306,7 @@ def index(worker: WorkerView, truth: Truth) -> list[Finding]:
 
 
 def dropped(truth: Truth) -> list[Finding]:
-    """Make the finding about stream entries of a worker's earlier process: a restart, or two engines of one name."""
+    """Note stream entries that another process than a worker's present one wrote: a restart, or engines of one name."""
     count = truth.counts.get("nonce", 0)
     if not count:
         return []

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 ANSWER_S = 30.0  # longest wait for an answer, as an engine may compile something at its first request
 INDEXED_S = 5.0  # longest wait for blocks in the index; usually reported within 0.1 s, applied within another 0.1 s
 POLL_S = 0.05
-METRICS_S = 2.0  # longest wait for an engine's metrics, which follow its answers
+METRICS_S = 2.0  # longest wait until an engine's metrics count a request that it has answered
 PROBE_BLOCKS = 3  # number of full blocks in the probe, if the model's context allows it
-PLAIN_BLOCK = 128  # tokens of the largest usual block, assumed if no worker tells its block size
+PLAIN_BLOCK = 128  # tokens of a block if no worker tells its size: the largest usual
 _HITS = re.compile(rb"^vllm:prefix_cache_hits(?:_total)?\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 
 RENDER = "/v1/chat/completions/render"
@@ -52,7 +52,7 @@ MISMATCH = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The engine that is examined. worker: None if it has not joined the fleet. rank: of its core, if it has more."""
+    """The engine that is examined. worker: None if it has not joined the fleet. rank: of the core, if several."""
 
     engine: Engine
     model: str
@@ -232,7 +232,7 @@ async def _indexed(fleet: Fleet, worker: WorkerView, packed: bytes) -> Finding:
 
 
 async def _cached(subject: Subject, second: Answer, predicted: int, before: float | None) -> list[Finding]:
-    """Check that the second of two equal prompts was cached, by its usage, or without usage by the engine's metrics."""
+    """Check that the second of two equal prompts was cached, by its answer's usage, else by the engine's metrics."""
     remedy = "start vLLM without --no-enable-prefix-caching; without a prefix cache this engine is routed by load only"
     if await _caching_off(subject):
         return [fault("prefix caching", "prefix caching is off: the engine says so in its metrics", remedy)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import SlotRange
 
 UNEVEN = 1.5  # least ratio of two pools' mean blocks per engine that makes a note
-MOVING_S = 60.0  # longest move of a server between pools: its second half follows the first within 15 s, then joins
+MOVING_S = 60.0  # longest move of a server: API server and cores leave within 15 s of each other, then join
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:
@@ -44,7 +44,7 @@ async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ..
 
 
 def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
-    """Make a fault for each registry that could not be read. tags: of the pools that are checked in spite of it."""
+    """Make a fault for each registry that could not be read. tags: of the pools that are checked all the same."""
     return [
         fault(
             "registry",

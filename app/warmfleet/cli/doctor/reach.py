@@ -24,7 +24,7 @@ Stage = Literal["name", "connection", "tls", ""]
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The result of ``reach``. failed: the failed step, or "". addresses: of the host. seconds: without look-up."""
+    """The result of ``reach``. failed: the failed step, or "". addresses: of the host. seconds: to connect."""
 
     failed: Stage
     why: str = ""

@@ -196,7 +196,7 @@ async def latency(inspection: Inspection, decide_timeout_s: float) -> Finding:
 
 
 async def topology(inspection: Inspection, where: RedisAddress, facts: ServerFacts) -> list[Finding]:
-    """Check that Sentinels or Cluster nodes answer and agree, that all slots have an owner, and a replica follows."""
+    """Check that Sentinels or Cluster nodes answer and agree, all slots have a master, and each master a replica."""
     if where.kind == "single":
         if not facts.cluster:
             return []

@@ -31,7 +31,7 @@ async def keys_of(client: EngineClient, urls: Iterable[str]) -> dict[str, Engine
 
 
 def booked_twice(workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -> list[Finding]:
-    """Find listed engines that are two workers, which each get requests. workers: of all pools. keys: by URL."""
+    """Find listed engines known as two workers, which get twice their share. workers: of all pools. keys: by URL."""
     serving = [worker for worker in workers if worker.routable and worker.url in keys]
     found = []
     for at, worker in enumerate(serving):

@@ -133,9 +133,9 @@ def served_names(url: str, api_key: str) -> list[str]:
 
 
 def pools_of(listed: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the model tags of the pools of engines that serve these names; each engine belongs to a single pool.
+    """Return the model tags of the pools that these engines form. listed: the served names of each engine.
 
-    An engine that serves the name of an earlier engine's pool belongs to that pool, else to the pool of its first name.
+    An engine that serves the name of an earlier engine's pool joins this pool, else it begins one of its first name.
     """
     tags: dict[str, None] = {}
     for names in listed:

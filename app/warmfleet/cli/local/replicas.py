@@ -31,7 +31,7 @@ BACKLOG = 2_048  # most connections that the kernel keeps until a replica accept
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause until an ended replica is started again, doubled each time
 STEADY_S = 60.0  # lifetime of a replica after which its end counts as a first failure again
 READY_WITHIN_S = 60.0  # longest start of a replica in a reload; in a fleet without workers it is ready after 15 s
-STOPS_LATE_S = 15.0  # time added to that for draining and open answers, after which a replica is killed
+STOPS_LATE_S = 15.0  # a stopping replica is killed this long after its time for draining and open answers
 #: The longest pause of an event loop that was measured is 0.3 s (garbage collection under 5,000 streams).
 SILENT_BEATS = 30  # missing heartbeats in a row (one is sent per second) after which a replica is killed as hung
 USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
@@ -41,7 +41,7 @@ USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
 class Replica:
     """A replica's process. line: the socket by which it is told where to listen. listening: the last such message.
 
-    missed: number of heartbeats missing since the last one; None before the first, and after the end of the line.
+    missed: number of heartbeats missing since the last one; None before the first, and after the socket's end.
     """
 
     place: int
@@ -209,7 +209,7 @@ class Replicas:
         await self._start_again(replica.place, failures)
 
     async def _start_again(self, place: int, failures: int) -> None:
-        """Start a replica at this place, unless a reload has. Try again later if no process can be started now."""
+        """Start a replica at this place, unless a reload has started one. If no process can start, try again later."""
         while self._places[place] is None and not self._stopping.is_set():
             try:
                 new = await self._start(place, failures)
@@ -225,7 +225,7 @@ class Replicas:
             self._share()
 
     def _share(self) -> None:
-        """Tell every replica where to listen: ready ones also for the others; if none is ready, each for itself."""
+        """Tell each replica where to listen: ready ones share all sockets; if none is ready, each takes its own."""
         present = [replica for replica in self._places if replica is not None]
         serving = [replica for replica in present if replica.ready.is_set()] or present
         served = {replica.place for replica in serving}

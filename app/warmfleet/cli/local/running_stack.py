@@ -151,7 +151,7 @@ def listens(url: str) -> bool:
 
 
 def _is_left(file: Path) -> bool:
-    """Tell whether the process that wrote this file was killed. A file that cannot be read may be another user's."""
+    """Tell whether the process that wrote this file is gone; False for unreadable files: they may be another user's."""
     try:
         os.kill(int(json.loads(file.read_text())["pid"]), 0)
     except ProcessLookupError:

@@ -36,7 +36,7 @@ def stop_groups(groups: set[int]) -> None:
 
 
 def main(folder: str) -> None:
-    """Follow the stack until its pipe closes, then stop its processes and remove ``folder``."""
+    """Read the stack's process groups until its pipe closes, then stop the groups and remove ``folder``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:

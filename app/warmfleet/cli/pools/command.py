@@ -32,12 +32,12 @@ from warmfleet.fleet.pool_registry import PoolRegistry
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
 #: Pause after a pool left the registry: replicas notice within a second, and its workers look for another pool.
 LET_GO_S = 3.0
-MOVING = "moving"  # a drained pool whose workers move to other pools at once
+MOVING = "moving"  # state of a drained pool whose workers move to other pools at once
 
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """A pool in figures. workers: number that take requests; known: number of all, without those that moved away.
+    """A pool in figures. workers: number that take requests; known: number of all that have not moved to another pool.
 
     capacity_blocks: of workers that take requests. redis: host and port of the pool's master; empty if all share one.
     unreachable: why the pool's Redis does not answer, "" if it does; all figures are 0 without an answer.
@@ -192,7 +192,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # Without a registry, the operator's policy and approvals are in the pool with the model's name or in a named one.
+    # New pools copy policy and approvals from the first pool here that has any; without a registry any pool may have.
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:
@@ -217,7 +217,7 @@ async def _any_worker(url: str, tags: Iterable[str]) -> bool:
 
 
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace, named: Sequence[str]) -> str:
-    """Find a tag that puts a new pool on the Redis master with the fewest pools of all models named or configured.
+    """Find a tag that puts a new pool on the Redis master with the fewest pools, counting all models of the settings.
 
     named: as in ``_add``.
     """

@@ -149,5 +149,5 @@ def _client(url: str, tag: str) -> aioredis.Redis:
 
 
 def _complete(url: str) -> str:
-    """Return the address of Redis with the authority that the environment names. Raises RedisAddressError."""
+    """Return the URL of Redis with the CA file of WARMFLEET_REDIS_CA. Raises RedisAddressError."""
     return with_ca(url, os.environ.get("WARMFLEET_REDIS_CA", ""))
