@@ -1,7 +1,7 @@
 """All errors of the router. Each class has the HTTP status and the OpenAI error type of its answer.
 
-Clients of Anthropic's API get that API's type of the status. app/docs/api.md has a table that is made of the first line
-of each class.
+Clients of Anthropic's API get the type that this API has for the status. A table of app/docs/api.md is generated from
+the first lines of the classes.
 """
 # ruff: noqa: N818  the names are conditions that a client is told of, without "Error", as in starlette and kubernetes
 
@@ -187,7 +187,7 @@ class UpstreamGone(UpstreamError):
 
     @property
     def warns_others(self) -> bool:
-        """Whether other requests should avoid the worker. An answer of 500 may be the request's own fault."""
+        """Whether other requests should avoid the worker; not after its 500, perhaps the fault of the request."""
         return self.refused or not self.answered
 
 

@@ -419,7 +419,7 @@ class Settings:
 
     @property
     def lists_workers(self) -> bool:
-        """Whether the operator listed the addresses of workers, which then get requests and keys without a proof."""
+        """Whether the operator listed the addresses of workers, which then get requests and keys before a probe."""
         return self.worker_addresses != ANY_PRIVATE
 
     @property

@@ -16,13 +16,13 @@ class Timing:
     """The times of a replica, which ``main`` passes to every part that waits."""
 
     # between two rounds of background work
-    #: Time between two readings of the fleet's workers, doubled for a pool at rest. A reading that is 3 s old counts as
-    #: an outage of Redis, and token hand-off uses none older than 5 s.
+    #: Time between two readings of the fleet's workers, doubled for a pool without requests. If the last reading is 3 s
+    #: old, that counts as an outage of Redis; hand-off of token ids to engines uses none older than 5 s.
     view_interval_s: float = 1.0
-    apply_interval_s: float = 0.05  # least time between two steps that apply events; plugins flush theirs every 0.1 s
-    tick_within_s: float = 0.4  # longest time between two steps, except at rest, so that a new worker is found in 0.5 s
+    apply_interval_s: float = 0.05  # least time between two steps that apply cache events; plugins send every 0.1 s
+    tick_within_s: float = 0.4  # longest time between such steps while requests come, to find a new worker in 0.5 s
     clear_interval_s: float = 5.0  # time between two removals of expired leases, which live 30 s
-    truth_interval_s: float = 5.0  # time between two reads of the index's figures for /metrics, as between heartbeats
+    truth_interval_s: float = 5.0  # time between two reads of the index's figures for /metrics; heartbeats change them
     renew_interval_s: float = 10.0  # time between two renewals of a reservation, which lives 30 s, so that two may fail
     #: Time between checks of engines without the plugin, and of all engines in an outage. A passed check counts as the
     #: engine's heartbeat, so the interval is a third of the workers' TTL of 15 s.
@@ -71,5 +71,5 @@ class Timing:
     quiet_s: float = 3.0  # time without a byte after which a request at a lost worker is given up
     identity_wait_s: float = 5.0  # longest wait of a first probe for the worker's tokenizer; then it tests only hashing
     redis_retry_s: float = 1.0  # time without any call to Redis after two failed calls in a row
-    leave_s: float = 30.0  # time for which a removed pool is kept: a lease's life, in which gateways may report
-    snapshot_s: float = 1.0  # age up to which one status answer serves all requests; workers are read each second
+    leave_s: float = 30.0  # time for which a removed pool is kept, as gateways may settle reservations, which live 30 s
+    snapshot_s: float = 1.0  # longest use of one snapshot for all requests to /status.json

@@ -54,7 +54,7 @@ PASSED_ON = {
 
 
 class Noting(NamedTuple):
-    """The receivers of requests' records: ``/why`` and, if the operator wants them, a collector and a log."""
+    """The receivers of requests' records: ``/why`` and, if set, the collector of traces and the access log."""
 
     last: LastRequests
     tracing: Tracing | None = None
@@ -119,7 +119,7 @@ class CompletionsProxy:
             self._end(record, answer)
 
     def _end(self, record: RequestRecord, answer: ClientAnswer) -> None:
-        """Pass the finished request's record to the metrics, the logs and the collector."""
+        """Pass the finished request's record to ``/why``, the access log and the collector of traces."""
         ended_by_error = record.failure is not None and record.first_byte_at > 0  # an error ended the started answer
         record.end(answer.status, complete=answer.complete and not ended_by_error)
         self._last.ended(record)

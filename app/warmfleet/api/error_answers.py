@@ -110,7 +110,7 @@ class UnknownPath:
 
 
 def _likeness(text: str, other: str) -> float:
-    """Return the share of the longer text, 0 to 1, that the common beginning and end of both texts make up."""
+    """Return how alike the texts are: length of common beginning and end, as a share of the longer text (0 to 1)."""
     longest, shortest = max(len(text), len(other)), min(len(text), len(other))
     if longest > MAX_PATH or not shortest:
         return 0.0

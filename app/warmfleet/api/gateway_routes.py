@@ -75,7 +75,7 @@ class GatewayRoutes:
         ]
 
     async def route(self, request: HTTPRequest) -> Response:
-        """The place for the request in the body, which is booked there; the gateway settles it."""
+        """The worker for the request in the body, with a reservation, which the gateway settles."""
         self._operators.may_act(request)
         raw = request.headers.raw
         body, given = await request.body(), dict(raw)

@@ -31,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{12,64}\Z")
 
 @dataclass
 class Artifact:
-    """A file of a model. entry: the file's row of a server's manifest. servers: the servers that announced the file."""
+    """A file of a model. entry: its size and SHA-256 as announced. servers: the servers that announced the file."""
 
     name: str
     entry: dict[str, Any]

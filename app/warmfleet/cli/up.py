@@ -131,7 +131,7 @@ def note_other_models(served: Sequence[str]) -> None:
 
 
 def serve(stack: Stack) -> int:
-    """Report dead processes and, for engines without the plugin, how much the first answers matched.
+    """Report dead processes and, for engines without the plugin, the matched tokens of the first prompts.
 
     Returns 1 once no replica is alive. No process is restarted, because a user of this command wants to see a death.
     """

@@ -111,7 +111,7 @@ class ClientKeys:
 
 
 def parse(data: bytes) -> dict[bytes, ClientKey]:
-    """Parse the keys of a file, by their digests. Raises ValueError that names the line without repeating it.
+    """Parse a file of keys: SHA-256 -> key. Raises ValueError that has the number of a wrong line, not its text.
 
     Each line is a JSON object. Empty lines, and those that begin with ``#``, are left out.
     """

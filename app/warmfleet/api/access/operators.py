@@ -1,8 +1,8 @@
 """Access to the paths for operators.
 
 With ``WARMFLEET_ADMIN_KEY`` all these paths need that key. Without this setting the paths are open, unless clients are
-kept apart (by keys, tenants or hidden headers): in that case sums stay open, so that Prometheus and the status page
-work, but paths that show single requests or change something answer only processes on the replica's own host, not
+kept apart (by keys, tenants or hidden headers): in that case sums over all requests stay open, as for Prometheus, but
+paths that show single requests or change something answer only processes on the replica's own host, not
 through a proxy, and not for a page of another origin in a browser on this host.
 """
 

@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class History:
-    """The points of every model of one replica. ``look`` adds one to each."""
+    """The points of every model of one replica. ``look`` adds a point to each model."""
 
     def __init__(self, pools: Pools, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._pools = pools

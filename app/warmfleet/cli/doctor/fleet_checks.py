@@ -1,4 +1,4 @@
-"""Checks of a pool's workers in Redis: missing halves, states, hash schemes, identities, and errors of the index."""
+"""Checks of a pool's workers in Redis: missing cores, states, hash schemes, identities, and errors of the index."""
 
 from __future__ import annotations
 

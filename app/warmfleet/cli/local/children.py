@@ -24,7 +24,7 @@ POLL_SECONDS = 0.02  # time between two looks at a process that is starting or e
 
 @dataclass
 class Child:
-    """A process and the file with its output. reported: the end of the process needs no (further) line for the user."""
+    """A process and the file with its output. reported: the user need not be told (again) that it ended."""
 
     name: str
     process: subprocess.Popen[bytes]

@@ -67,7 +67,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The sockets of all replicas: for each place a socket for clients and a socket for operators."""
+    """The sockets of all replicas: for each replica's number (place) one for clients and one for operators."""
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket]

@@ -52,7 +52,7 @@ class Walk:
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Check that most of many requests with a new prefix follow the first one before engines report its blocks."""
+        """Send requests with one new prefix at once; check that most follow the first without its blocks reported."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))

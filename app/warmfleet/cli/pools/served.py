@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
-SEEN_S = 90.0  # longest age of a running server's record (written every 30 s), if the clocks differ a bit
+SEEN_S = 90.0  # age at which a server's record, written every 30 s, shows its end; clocks may differ a bit
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:

@@ -48,7 +48,7 @@ class Progress:
         self.step("")
 
     def step(self, text: str, done: int = 0, of: int = 0, detail: str = "") -> None:
-        """Show a step by this text; empty: show none. done, of: finished parts and all parts; of 0: not known.
+        """Show a step with this text; empty: hide it. done, of: finished parts and all parts; of 0: not known.
 
         detail: a text that may change during the step. The seconds count from the first call with the same ``text``.
         """
