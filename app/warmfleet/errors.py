@@ -187,7 +187,7 @@ class UpstreamGone(UpstreamError):
 
     @property
     def warns_others(self) -> bool:
-        """Whether other requests should avoid the worker; not after its 500, perhaps the fault of the request."""
+        """Whether other requests should avoid the worker; not after a 500, which the request may have caused."""
         return self.refused or not self.answered
 
 

@@ -38,9 +38,9 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # largest file that is accepted as a secret
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # largest queue limit, because scripts get the number of waiting requests in 32 bits
-#: Longest timeout of a decision: a third of a reservation's 30 s, so that a late decision books no ending lease.
+#: Longest timeout of a decision: a third of a reservation's 30 s, so that a late one books none about to expire.
 MAX_DECIDE_TIMEOUT_S = 10.0
-MAX_PREFER_S = 3_600.0  # highest price, in seconds, of a missing label; a must is written as a filter
+MAX_PREFER_S = 3_600.0  # highest price, in seconds, of a missing label; a required label is a filter instead
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
@@ -419,7 +419,7 @@ class Settings:
 
     @property
     def lists_workers(self) -> bool:
-        """Whether the operator listed the addresses of workers, which then get requests and keys before a probe."""
+        """Whether the operator listed the addresses of workers, which then get requests and keys unproved."""
         return self.worker_addresses != ANY_PRIVATE
 
     @property

@@ -100,7 +100,7 @@ def _labels(value: bytes) -> frozenset[str]:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Whether the client asks for an explanation. value: of X-Warmfleet-Explain; if yes, it is the operator's key."""
+    """Whether the client asks for an explanation. value: of X-Warmfleet-Explain, which then has the operator's key."""
     if value.strip().lower() in (b"", *NO):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

@@ -21,7 +21,7 @@ def ms(seconds: float) -> float:
 
 
 def started_at(record: RequestRecord) -> float:
-    """Return the Unix time at which the whole request had come, as if no clock was set since the replica's start."""
+    """Return the Unix time at which the whole request had come, without corrections of the clock since the start."""
     return record.began_at + _CLOCK_OFFSET_S
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part that is mentioned: seconds, share of the whole time
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part that is mentioned: in seconds, and as share of the whole
 MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late beyond MUCH_TIMES its predicted time + MUCH_S
-FEW_TOKENS = 64  # most tokens that may lack in an engine's cache, of those expected there, without mention
+FEW_TOKENS = 64  # most tokens that an engine may have cached less than predicted without mention
 SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # shortest part that gets advice; longest decision that is not called slow
 SILENCE_S = 1.0  # shortest silence in the middle of an answer that is mentioned
 SO_FAR = " so far"

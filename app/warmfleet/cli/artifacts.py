@@ -139,7 +139,7 @@ def _cells(row: dict[str, Any], by_settings: frozenset[str]) -> tuple[object, ..
 
 
 def whole(digest: str, known: set[str]) -> str:
-    """Return the only digest in ``known`` that begins so; a whole digest is returned as it is. Raises CommandError."""
+    """Return the only known digest that begins with ``digest``; a whole digest as it is. Raises CommandError."""
     if len(digest) == 64:
         return digest
     found = sorted(sha256 for sha256 in known if sha256.startswith(digest))

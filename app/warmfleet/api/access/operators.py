@@ -2,8 +2,8 @@
 
 With ``WARMFLEET_ADMIN_KEY`` all these paths need that key. Without this setting the paths are open, unless clients are
 kept apart (by keys, tenants or hidden headers): in that case sums over all requests stay open, as for Prometheus, but
-paths that show single requests or change something answer only processes on the replica's own host, not
-through a proxy, and not for a page of another origin in a browser on this host.
+paths that show single requests or change something answer only processes on the replica's own host, not through a
+proxy, and not for a page of another origin in a browser on this host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether the Host header names the replica's own host. After DNS rebinding, a browser sends a foreign name."""
+    """Whether the Host header names the replica's own host. After DNS rebinding, a browser sends another."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""

@@ -55,7 +55,7 @@ class Parent:
     async def obey(
         self, listen: Callable[[Listening], Awaitable[None]], stop: Callable[[], None], unready: Callable[[], str]
     ) -> None:
-        """Report READY once ``unready()`` is ""; ``listen`` as the parent orders; ``stop`` at RETIRED or its end."""
+        """Report READY once ``unready()`` is ""; ``listen`` as the parent orders; ``stop`` if retired or orphaned."""
         reader, writer = await asyncio.open_unix_connection(sock=self._line)
         report = asyncio.create_task(self._report(writer, unready))
         try:

@@ -43,7 +43,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """The sockets of a replica, of two groups. ``application``: the ASGI application whose lifespan runs the replica.
+    """Both groups of sockets of a replica. ``application``: the ASGI application whose lifespan runs the replica.
 
     ``unready``: why the replica should get no requests yet; "" once it is ready.
     """

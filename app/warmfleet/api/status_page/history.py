@@ -23,7 +23,7 @@ EVERY_S = 5.0  # time between two points, the interval of heartbeats
 SPAN_S = 900.0  # length of the history, long enough to see the causes of an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
 RATE_S = 10.0  # time over which current rates are averaged; with less, the rate of one request a second would flicker
-RATIO_S = 60.0  # time over which the hit ratio is computed; the same as of the times to first token
+RATIO_S = 60.0  # time over which the hit ratio is computed; times to first token cover the same
 
 Number = int | float | None
 

@@ -184,7 +184,7 @@ def worker_row(
     known_last: bool = False,
     moved_to: str = "",
 ) -> dict[str, Any]:
-    """Describe a worker. truth: None without a plugin, or while Redis is away. avoided: by this replica, now.
+    """Describe a worker. truth: None without a plugin, or while Redis is away. avoided: this replica avoids it now.
 
     known_last: known from an earlier read only, so its values may be old, and requests there match no blocks.
     moved_to: another pool that gets the worker's heartbeats, if any.

@@ -306,7 +306,7 @@ def index(worker: WorkerView, truth: Truth) -> list[Finding]:
 
 
 def dropped(truth: Truth) -> list[Finding]:
-    """Note stream entries that another process than a worker's present one wrote: a restart, or engines of one name."""
+    """Note stream entries by another process than the worker's present one: a restart, or two engines of one name."""
     count = truth.counts.get("nonce", 0)
     if not count:
         return []

@@ -38,7 +38,7 @@ INDEXED_S = 5.0  # longest wait for blocks in the index; usually reported within
 POLL_S = 0.05
 METRICS_S = 2.0  # longest wait until an engine's metrics count a request that it has answered
 PROBE_BLOCKS = 3  # number of full blocks in the probe, if the model's context allows it
-PLAIN_BLOCK = 128  # tokens of a block if no worker tells its size: the largest usual
+PLAIN_BLOCK = 128  # assumed tokens of a block if no worker tells them: the largest usual size
 _HITS = re.compile(rb"^vllm:prefix_cache_hits(?:_total)?\{[^}]*\} ([0-9.e+]+)$", re.MULTILINE)
 
 RENDER = "/v1/chat/completions/render"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import SlotRange
 
 UNEVEN = 1.5  # least ratio of two pools' mean blocks per engine that makes a note
-MOVING_S = 60.0  # longest move of a server: API server and cores leave within 15 s of each other, then join
+MOVING_S = 60.0  # longest move between pools: a server's processes leave within 15 s of each other, then join
 
 
 async def pools_of(url: str, models: Sequence[str]) -> tuple[tuple[PoolEntry, ...], dict[str, str]]:

@@ -63,7 +63,7 @@ async def replica(
     routed = {str(model.get("model")): model for model in models if isinstance(model, dict)}
     for tag, names in workers.items():
         of_model = _model(tag, names, routed, registered=tag in registered)
-        findings += [finding for finding in of_model if finding not in findings]  # a fault of several pools once
+        findings += [finding for finding in of_model if finding not in findings]  # lists a shared fault once
     return findings
 
 

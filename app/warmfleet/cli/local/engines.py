@@ -135,7 +135,7 @@ def served_names(url: str, api_key: str) -> list[str]:
 def pools_of(listed: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the model tags of the pools that these engines form. listed: the served names of each engine.
 
-    An engine that serves the name of an earlier engine's pool joins this pool, else it begins one of its first name.
+    An engine that serves the name of an earlier engine's pool joins this pool, else its first name begins a pool.
     """
     tags: dict[str, None] = {}
     for names in listed:

@@ -52,7 +52,7 @@ class Walk:
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Send requests with one new prefix at once; check that most follow the first without its blocks reported."""
+        """Send requests with one new prefix at once; check that most follow the first before reports of blocks."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))

@@ -192,7 +192,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # New pools copy policy and approvals from the first pool here that has any; without a registry any pool may have.
+    # The new pools get the operator's policy and approved templates of the first of these pools that has any.
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:

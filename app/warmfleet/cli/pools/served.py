@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
-SEEN_S = 90.0  # age at which a server's record, written every 30 s, shows its end; clocks may differ a bit
+SEEN_S = 90.0  # a server with an older record has ended: it would write one every 30 s, by a clock that differs a bit
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:

@@ -26,7 +26,7 @@ MOST_NAMED = 8  # most names in a sentence or a cell
 #: A cell that is a number, perhaps with a unit, or means "no number". A column of such cells is aligned to the right.
 _NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
 _PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # to another screen without cursor; and back
-_HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # go to the first line; clear the line's, the screen's rest
+_HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear rest of line; of screen
 
 
 class Tone(StrEnum):
