@@ -22,7 +22,7 @@ class Timing:
     apply_interval_s: float = 0.05  # least time between two steps that apply cache events; plugins send every 0.1 s
     tick_within_s: float = 0.4  # longest time between such steps while requests come, to find a new worker in 0.5 s
     clear_interval_s: float = 5.0  # time between two removals of expired leases, which live 30 s
-    truth_interval_s: float = 5.0  # time between two reads of the index's figures for /metrics; heartbeats come as often
+    truth_interval_s: float = 5.0  # time between two reads of the index's figures for /metrics; heartbeats change them
     renew_interval_s: float = 10.0  # time between two renewals of a reservation, which lives 30 s, so that two may fail
     #: Time between checks of engines without the plugin, and of all engines in an outage. A passed check counts as the
     #: engine's heartbeat, so the interval is a third of the workers' TTL of 15 s.

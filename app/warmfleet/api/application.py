@@ -69,7 +69,7 @@ class ServiceApplication:
 
 
 class Application(ServiceApplication):
-    """All paths of a replica's clients. Its ASGI call serves only the lifespan, which Starlette runs."""
+    """All paths of a replica's clients. uvicorn calls it by ASGI only for the lifespan, which Starlette runs."""
 
     def __init__(self, starlette: Starlette, proxies: Proxies, cors: Cors, access_log: AccessLog | None = None) -> None:
         super().__init__(starlette, access_log)

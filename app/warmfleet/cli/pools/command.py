@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 from warmfleet.fleet.pool_registry import PoolRegistry
 
 HEADER = ("POOL", "STATE", "WORKERS", "BLOCKS", "IN FLIGHT", "QUEUE", "REDIS")
-#: Pause after a pool left the registry: replicas notice within a second, and its workers look for another pool.
+#: Pause after a pool was removed from the registry, in which replicas notice it (1 s), and its workers begin to leave.
 LET_GO_S = 3.0
 MOVING = "moving"  # state of a drained pool whose workers move to other pools at once
 

@@ -35,7 +35,7 @@ SEEN_S = 90.0  # a server with an older record has ended: it would write one eve
 def tags_of(options: argparse.Namespace) -> list[str]:
     """Return the tags of all pools of the models that a command with ``--model`` and ``--redis`` is about.
 
-    A ``--model`` with ``#`` names one pool, without it all pools of a model. Raises CommandError, FleetUnavailable.
+    ``--model NAME#POOL`` means one pool, ``--model NAME`` all pools of a model. Raises CommandError, FleetUnavailable.
     """
     models, settings = models_of(options), models_of_settings(options)
     return asyncio.run(all_tags(options.redis, models if options.model else map(served_model, models), settings))
