@@ -16,7 +16,7 @@ from _pytest.mark.expression import Expression
 #: Folders and files whose tests share one process: they share real vLLM, or the local stack of engines and replicas.
 TOGETHER = (
     ("tests/vllm",),
-    ("tests/e2e/test_stack.py", "tests/e2e/test_demo.py", "tests/e2e/test_herd.py"),
+    tuple(f"tests/e2e/test_{name}.py" for name in ("stack", "demo", "engines_by_url", "herd")),
 )
 
 #: Files and folders that take longest, the slowest first. All other files follow in their usual order.
