@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.redis.servers import server, valkey_binary
-from tests.vllm.engine import MODEL, VENV, EngineOptions, VllmEngine, running
+from tests.vllm.engine import MODEL, SLEEPS, VENV, EngineOptions, VllmEngine, running
 from tests.vllm.inside import Inside, inside
 
 from warmfleet.fleet import Fleet
@@ -55,7 +55,7 @@ def reported(vllm_store: str) -> Iterator[Reported]:
     """Real vLLM, which finds the plugin by its entry point. Earlier tests used it: begin each test with ``fresh``."""
     goodbye = ("--shutdown-timeout", "10")  # without the grace vLLM kills its engine core
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools))
+    options = EngineOptions(vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools), environment=SLEEPS)
     with running(options) as [engine]:
         yield Reported(engine, vllm_store)
 
