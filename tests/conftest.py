@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -9,6 +10,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
+import redis.utils
 from hypothesis import settings
 from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_binary
 from tests.support.run.required_tools import skipped_summary
@@ -26,6 +28,9 @@ pytest_plugins = ["tests.support.run.ending", "tests.support.run.scheduling"]
 # Python files are compiled once, whatever the environment says, and not by each of the many processes that tests start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Every connection asks for the version of redis-py, which is read from a file each time.
+redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 
 # No deadline for Hypothesis examples, because a busy machine slows them; tests of time have bounds of their own.
 settings.register_profile("warmfleet", deadline=None)

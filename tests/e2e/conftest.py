@@ -58,23 +58,12 @@ def started(left: ExitStack, plan: Plan) -> Stack:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Stack]:
-    """Four engines and two replicas for the whole session, for tests that leave them as they were."""
+    """Four engines and two replicas for the whole session.
+
+    test_demo.py uses them first, while no engine's speed is known. The last tests of test_stack.py kill some.
+    """
     with patient(), ExitStack() as left:
         yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
-
-
-@pytest.fixture
-def new_stack() -> Iterator[Stack]:
-    """A stack that has just started, so that no engine's speed is known."""
-    with patient(), ExitStack() as left:
-        yield started(left, Plan(engines=EngineOptions(count=4, blocks=BLOCKS)))
-
-
-@pytest.fixture(scope="module")
-def fragile_stack() -> Iterator[Stack]:
-    """Three engines and two replicas for a file whose tests kill one of these processes each."""
-    with patient(), ExitStack() as left:
-        yield started(left, Plan(engines=EngineOptions(count=3)))
 
 
 @pytest.fixture

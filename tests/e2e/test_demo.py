@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from warmfleet.cli.local.stack import Stack
 
 
-def test_the_four_states_pass(new_stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    passed = asyncio.run(demo.four_states(new_stack, Progress()))
+def test_the_four_states_pass(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    passed = asyncio.run(demo.four_states(stack, Progress()))
     printed = capsys.readouterr().out
     assert passed, printed
     assert printed.count("pass  ") == 4

@@ -67,26 +67,6 @@ def test_a_client_killed_in_mid_stream_leaves_no_load(stack: Stack, stream: Call
     wait_for_no_load(stack)
 
 
-def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
-    fragile_stack: Stack, stream: Callable[..., Stream]
-) -> None:
-    stack = fragile_stack
-    wait_for_no_load(stack)  # the probes by which the engines joined count as load until they are settled
-    client = stream(stack.address)
-    [busy] = [worker["worker_id"] for worker in stack.workers() if worker["load"]["in_flight"]]
-    victim = engine_of(stack, busy).child
-    assert victim is not None
-    victim.process.send_signal(signal.SIGKILL)
-    rest, code = client.read_to_end()
-    assert b"[DONE]" not in rest
-    assert code != 0 or b'"error"' in rest, "a cut answer must not look whole"
-    wait_for_no_load(stack)
-    for number in range(6):
-        answer = chat(stack.address, [{"role": "user", "content": f"still there? {number}"}])
-        assert answer.headers["x-warmfleet-worker"] != busy
-    assert stack.children.newly_dead() == [victim]
-
-
 @pytest.mark.long(
     minutes=1,
     shows="an engine that freezes holds no request for ever, and is taken back once it goes on",
@@ -113,10 +93,28 @@ def test_a_frozen_engine_holds_nobody_for_ever(stack: Stack, stream: Callable[..
     until(lambda: all(worker["routable"] for worker in stack.workers()), "it is taken back once it goes on", 15)
 
 
-async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
-    fragile_stack: Stack, stream: Callable[..., Stream]
+def test_an_engine_killed_in_mid_stream_leaves_no_load_and_others_serve_on(
+    stack: Stack, stream: Callable[..., Stream]
 ) -> None:
-    stack = fragile_stack
+    wait_for_no_load(stack)  # the probes by which the engines joined count as load until they are settled
+    client = stream(stack.address)
+    [busy] = [worker["worker_id"] for worker in stack.workers() if worker["load"]["in_flight"]]
+    victim = engine_of(stack, busy).child
+    assert victim is not None
+    victim.process.send_signal(signal.SIGKILL)
+    rest, code = client.read_to_end()
+    assert b"[DONE]" not in rest
+    assert code != 0 or b'"error"' in rest, "a cut answer must not look whole"
+    wait_for_no_load(stack)
+    for number in range(6):
+        answer = chat(stack.address, [{"role": "user", "content": f"still there? {number}"}])
+        assert answer.headers["x-warmfleet-worker"] != busy
+    assert stack.children.newly_dead() == [victim]
+
+
+async def test_a_killed_replica_leaves_the_address_serving_and_its_load_expires(
+    stack: Stack, stream: Callable[..., Stream]
+) -> None:
     clients = Clients(list(stack.replicas))
     running = asyncio.create_task(clients.run(6))
     stream(stack.replicas[0].url)  # the request lasts longer than the test
@@ -148,9 +146,8 @@ def a_minute_passes(stack: Stack) -> None:
 
 
 def test_a_replica_that_stops_is_gone_and_one_that_is_killed_is_told_everywhere(
-    fragile_stack: Stack, capfd: pytest.CaptureFixture[str]
+    stack: Stack, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stack = fragile_stack
     witness = next(replica for replica in stack.replicas if replica.child is not None and replica.child.alive)
     stops, killed = stack.add_replica(), stack.add_replica()
     assert stops.child is not None

@@ -177,6 +177,7 @@ async def _besiege(store: Any, fleet: Fleet, entries: int, seed: int) -> None:
     assert store.hlen(fleet.keys.cursor) < 8
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", [1])
 async def test_malformed_entries_stop_no_stream(own_url: str, seed: int) -> None:
     await besiege(own_url, 50_000, seed)  # on each of two servers

@@ -99,6 +99,7 @@ async def test_the_sets_have_holes_so_the_worker_announces_that_they_may(keyspac
     assert await decided(keyspace, worker, 1, asked) == left
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(3))
 async def test_the_match_is_what_is_held_whatever_was_given_up(keyspace: Keyspace, seed: int) -> None:
     rng = random.Random(seed)

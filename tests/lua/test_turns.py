@@ -163,6 +163,7 @@ async def told(client: Any, workers: Sequence[Any], tickets: Sequence[Asks]) -> 
     return cast("list[list[int]]", await client.eval(with_values(SCRIPT), 0, json.dumps(workers), json.dumps(asked)))
 
 
+@pytest.mark.in_turn
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[list[Worker], list[Asks]]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.redis.servers import server, valkey_binary
-from tests.vllm.engine import MODEL, VENV, EngineOptions, VllmEngine, running
+from tests.vllm.engine import MODEL, SLEEPS, VENV, EngineOptions, VllmEngine, running
+from tests.vllm.inside import Inside, inside
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
@@ -30,10 +31,21 @@ class Reported:
 
 
 @pytest.fixture(scope="session")
-def vllm_store() -> Iterator[str]:
-    """URL of the Valkey that the engines report to."""
+def installed() -> None:
     if not (VENV / "bin" / "vllm").exists() or not MODEL.exists():
         pytest.fail("real vLLM is not installed here: run `make vllm`")
+
+
+@pytest.fixture(scope="session")
+def vllm(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
+    """A process that asks vLLM without an engine."""
+    with inside(tmp_path_factory.mktemp("vllm")) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def vllm_store(installed: None) -> Iterator[str]:
+    """URL of the Valkey that the engines report to."""
     with server(valkey_binary()) as redis_url:
         yield redis_url
 
@@ -43,7 +55,7 @@ def reported(vllm_store: str) -> Iterator[Reported]:
     """Real vLLM, which finds the plugin by its entry point. Earlier tests used it: begin each test with ``fresh``."""
     goodbye = ("--shutdown-timeout", "10")  # without the grace vLLM kills its engine core
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    options = EngineOptions(redis_url=vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools))
+    options = EngineOptions(vllm_store, model_tag=TAG, blocks=BLOCKS, arguments=(*goodbye, *tools), environment=SLEEPS)
     with running(options) as [engine]:
         yield Reported(engine, vllm_store)
 

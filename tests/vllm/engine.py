@@ -30,6 +30,8 @@ SERVED_NAME = "tiny"
 TRUTH = Path(__file__).parent / "truth"
 START_SECONDS = 900.0  # a start takes 30 s, or ten minutes on a busy machine; a server that cannot start ends earlier
 BLOCK_TOKENS = 32  # the CPU kernels want a multiple of 32
+#: Environment of an engine whose processes do not spin for a second after each step, which takes a whole core.
+SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
 
 
 @dataclass(frozen=True)

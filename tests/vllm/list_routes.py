@@ -1,4 +1,4 @@
-"""Prints every route that vLLM's server can have, as JSON: path to methods. It runs in vLLM's own environment.
+"""Every route that vLLM's server can have. It runs in vLLM's own environment.
 
 Most routes depend on the model and on options, so the routers are collected from their modules, too. No model is
 loaded.
@@ -7,12 +7,9 @@ loaded.
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import pkgutil
 from typing import Any
 
-SWITCHES = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API")
 TASKS = ("generate", "render", "transcription", "realtime")
 OPTIONS = ("enable_fault_tolerance", "enable_scale_out", "enable_tokenizer_info_endpoint")
 
@@ -36,16 +33,8 @@ def routes() -> list[Any]:
     return found
 
 
-def main() -> None:
-    """Print the routes to standard output; vLLM's log goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    os.environ |= dict.fromkeys(SWITCHES, "1")
+def methods_by_path() -> dict[str, list[str]]:
     paths: dict[str, set[str]] = {}
     for route in routes():
         paths.setdefault(route.path, set()).update(getattr(route, "methods", None) or ())
-    print(json.dumps({path: sorted(methods) for path, methods in sorted(paths.items())}), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return {path: sorted(methods) for path, methods in sorted(paths.items())}

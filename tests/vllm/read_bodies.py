@@ -1,8 +1,6 @@
 """Reads bodies as vLLM's own server does, and tells which it takes. It runs in vLLM's environment, without an engine.
 
-Its routes are vLLM's, with the request models and checks of each; only what would run a model is left out. One case a
-line of standard input: a list of path, Content-Type and body (base64). One line of standard output for each: null if
-vLLM refuses the body, else the fields that it read.
+Its routes are vLLM's, with the request models and checks of each; only what would run a model is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ import base64
 import functools
 import importlib
 import json
-import os
 import pkgutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,16 +74,10 @@ async def read(app: FastAPI, path: str, content_type: str, body: bytes) -> dict[
     return json.loads(sent[1]["body"]) if sent[0]["status"] == 200 else None
 
 
-async def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    app = application()
-    for line in sys.stdin:
-        path, content_type, body = json.loads(line)
-        found = await read(app, path, content_type, base64.b64decode(body))
-        print(json.dumps(found), file=answers)
-    answers.flush()
+def read_all(cases: list[tuple[str, str, str]]) -> list[dict[str, Any] | None]:
+    """The fields that vLLM read in each body; None if it refuses the body.
 
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    A case is a path, a Content-Type and a body (base64).
+    """
+    app, loop = application(), asyncio.get_event_loop()
+    return [loop.run_until_complete(read(app, path, kind, base64.b64decode(body))) for path, kind, body in cases]

@@ -6,14 +6,13 @@ import base64
 import gzip
 import json
 import math
-import subprocess
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.replicas.replica import replica
 from tests.vllm.conftest import TAG
-from tests.vllm.engine import ROOT, VENV
+from tests.vllm.engine import ROOT
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt.dialects import bodies
@@ -22,6 +21,7 @@ from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, MAX_SA
 
 if TYPE_CHECKING:
     from tests.vllm.conftest import Reported
+    from tests.vllm.inside import Inside
 
 pytestmark = pytest.mark.vllm
 
@@ -158,16 +158,11 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def read() -> dict[Case, dict[str, Any] | None]:
+def read(vllm: Inside) -> dict[Case, dict[str, Any] | None]:
     """For each case the fields that vLLM reads; None if it refuses the body."""
     asked = cases()
-    lines = [
-        json.dumps([request.path, request.content_type, base64.b64encode(request.body).decode()]) for request in asked
-    ]
-    command = [str(VENV / "bin" / "python"), str(ROOT / "tests/vllm/read_bodies.py")]
-    run = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-4_000:]
-    return dict(zip(asked, map(json.loads, run.stdout.splitlines()), strict=True))
+    sent = [(request.path, request.content_type, base64.b64encode(request.body).decode()) for request in asked]
+    return dict(zip(asked, vllm.call("read_bodies", "read_all", sent), strict=True))
 
 
 def parsed(case: Case) -> Request | BadRequest:

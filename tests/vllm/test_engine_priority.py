@@ -15,7 +15,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.device import DEVICE
-from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, running
+from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, SLEEPS, EngineOptions, running
 from tests.vllm.replicas import replicas
 
 from warmfleet_loadtest.replay import Target, replay, summary, table
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 SORTS = ("--scheduling-policy", "priority")
 #: Engines sleep while they wait, or they would spin on two cores: replicas would wait seconds for a core.
-SLEEPS = {"ENGINE_TRUTH_SLEEPS": "1"}
 #: Sizes of prompts in tokens, in the order in which they come.
 SIZES = (3_200, 2_400, 1_600, 800, 100)
 #: Seconds between prompts. A waiting prompt grows old: it goes before one that comes later by more than four times the

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.support.polling import poll
 from tests.vllm.conftest import BLOCKS
-from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
+from tests.vllm.engine import SERVED_NAME, SLEEPS, EngineOptions, VllmEngine
 from tests.vllm.replicas import replicas
 
 from warmfleet.fleet import Fleet, Spans
@@ -49,7 +49,7 @@ class Turn:
 @pytest.fixture(scope="module")
 def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
     """The engine of the session and a second one for this module. They start at the same time."""
-    second = VllmEngine(EngineOptions(redis_url=vllm_store, worker_id="vllm-b", blocks=BLOCKS))
+    second = VllmEngine(EngineOptions(vllm_store, "vllm-b", blocks=BLOCKS, environment=SLEEPS))
     try:
         second.start()
         first = request.getfixturevalue("reported").engine

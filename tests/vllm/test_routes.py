@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.engines.scripted import Engine, Seen, engine, reply
 from tests.support.replicas.replica import replica
-from tests.vllm.engine import ROOT, VENV
 
 from warmfleet.prompt.engine_paths import KNOWN, NEVER, NEVER_BELOW, OWN
 
 if TYPE_CHECKING:
     import asyncio
+
+    from tests.vllm.inside import Inside
 
 BODY = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}]}).encode()
 
@@ -23,13 +23,9 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def routes() -> dict[str, list[str]]:
+def routes(vllm: Inside) -> dict[str, list[str]]:
     """The methods of every route that vLLM's server can have."""
-    command = [str(VENV / "bin" / "python"), str(ROOT / "tests/vllm/list_routes.py")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr[-4_000:]
-    found: dict[str, list[str]] = json.loads(run.stdout)
-    return found
+    return dict(vllm.call("list_routes", "methods_by_path"))
 
 
 async def answer_any(_engine: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:

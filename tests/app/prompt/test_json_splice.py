@@ -87,7 +87,7 @@ LONG = pytest.mark.long(
 MANY = pytest.param(20_000, marks=LONG)
 
 
-@pytest.mark.parametrize("bodies", [150, MANY])
+@pytest.mark.parametrize("bodies", [60, MANY])
 @pytest.mark.parametrize("looks", [json_splice.MAX_LOOKS, 2, 0])
 def test_the_body_differs_in_one_key_only(looks: int, bodies: int) -> None:
     @settings(max_examples=bodies)

@@ -88,7 +88,7 @@ def compare(encoder: Encoder, prompts: int, seed: int, *, grid: int, limit_bytes
 
 @pytest.mark.parametrize("grid", [48, 1_024])
 def test_the_trie_changes_no_prompt(any_encoder: Encoder, grid: int) -> None:
-    compare(any_encoder, 320, seed=grid, grid=grid, limit_bytes=400_000)
+    compare(any_encoder, 160, seed=grid, grid=grid, limit_bytes=400_000)
 
 
 @pytest.mark.long(

@@ -16,26 +16,33 @@ from _pytest.mark.expression import Expression
 #: Folders and files whose tests share one process: they share real vLLM, or the local stack of engines and replicas.
 TOGETHER = (
     ("tests/vllm",),
-    ("tests/e2e/test_stack.py", "tests/e2e/test_demo.py", "tests/e2e/test_herd.py"),
+    tuple(f"tests/e2e/test_{name}.py" for name in ("stack", "demo", "engines_by_url", "herd")),
 )
 
-#: Files and folders that take longest, the slowest first. All other files follow in their usual order.
+#: Files and folders that take longest. Those that compute stand beside those that wait. All other files follow by
+#: their names alone: the files of one folder, which are of one kind, do not run at the same time.
 FIRST = (
     "tests/vllm",
-    "tests/e2e",
     "tests/test_ending.py",
-    "tests/drills",
+    "tests/e2e",
     "tests/app/fleet/test_sentinel.py",
-    "tests/loadtest",
+    "tests/loadtest/test_locust_run.py",
+    "tests/app/routing/test_engine_deaths.py",
+    "tests/loadtest/test_fleet_bench.py",
+    "tests/app/cli/local/test_replicas.py",
+    "tests/loadtest/test_locustfile.py",
+    "tests/bench/test_proxy.py",
+    "tests/app/pools/test_served_names.py",
+    "tests/drills",
+    "tests/app/routing/test_admission_queue.py",
+    "tests/k8s/test_k8s_apply.py",
+    "tests/k8s/test_k8s_checkov.py",
+    "tests/contract/test_packaging.py",
+    "tests/app/prompt/test_prefix_trie.py",
+    "tests/app/background/test_readiness.py",
+    "tests/app/prompt/test_cut_points.py",
+    "tests/lua/test_ten_minutes.py",
     "tests/bench",
-    "tests/k8s",
-    "tests/browser",
-    "tests/worker_plugin",
-    "tests/lua/test_sync_property.py",
-    "tests/app/prompt",
-    "tests/app/routing",
-    "tests/app/background",
-    "tests/app",
 )
 
 #: The most processes: several tests measure times, and need cores that no other test uses.
@@ -44,7 +51,7 @@ MOST_PROCESSES = 6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of processes for ``-n auto``: two more than there are cores, because tests wait half of their time.
+    """The number of processes for ``-n auto``: three more than there are cores, because tests wait half of their time.
 
     0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
     long tests: most of them measure, and some take the whole machine.
@@ -52,7 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     one_file = len(config.args) == 1 and ".py" in config.args[0]
     if one_file or config.option.capture == "no" or runs_long_tests(config.option.markexpr):
         return 0
-    return min(len(os.sched_getaffinity(0)) + 2, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 3, MOST_PROCESSES)
 
 
 def runs_long_tests(marks: str) -> bool:
@@ -87,5 +94,10 @@ def unit_of(nodeid: str) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the slowest files first, in the order of ``FIRST``. A run in one process keeps the usual order."""
+
+    def place(item: pytest.Item) -> tuple[int, str, str]:
+        first = next((at for at, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST))
+        return first, "" if first < len(FIRST) else item.path.name, unit_of(item.nodeid)
+
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: next((at for at, name in enumerate(FIRST) if item.nodeid.startswith(name)), 99))
+        items.sort(key=place)

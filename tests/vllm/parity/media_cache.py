@@ -1,20 +1,14 @@
-"""Find the pictures that real vLLM uses for a request, without an engine core. It runs in vLLM's own environment.
+"""Finds the pictures that real vLLM uses for a request, without an engine core. It runs in vLLM's environment.
 
-    .venv-vllm/bin/python -m tests.vllm.parity.media_cache MODEL      (see ``test_media_ids.py``, which starts it)
-
-It answers each line of JSON on standard input (a path and a body, as an engine got them) by one line of JSON: the
-colours of the pictures that the engine would look at, or the reason why vLLM refuses the request. The request goes
-through the models and handlers of vLLM's server, its cache of processed media there, and that of its engine core.
+A request goes through the models and handlers of vLLM's server, its cache of processed media
+there, and that of its engine core.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
-import logging
-import os
-import sys
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -113,19 +107,11 @@ def decoded(item: str) -> Any:
     return decode_mm_kwargs_item(item)
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to the log
-    warnings.simplefilter("ignore")
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    engine = Engine(sys.argv[1])
-    logging.disable(logging.WARNING)
-    for text in sys.stdin:
-        line = json.loads(text)
-        answer = loop.run_until_complete(engine.answer(line["path"], json.loads(line["body"])))
-        print(json.dumps(answer), file=answers, flush=True)
+@functools.cache
+def engine(model: str) -> Engine:
+    return Engine(model)
 
 
-if __name__ == "__main__":
-    main()
+def looked_at(model: str, path: str, body: str) -> dict[str, Any]:
+    """Return the colours of the pictures that the engine would look at, or the reason why vLLM refuses the request."""
+    return asyncio.get_event_loop().run_until_complete(engine(model).answer(path, json.loads(body)))

@@ -1,9 +1,5 @@
 """Prompt ids and block hashes of requests by real vLLM, without an engine. It runs in vLLM's own environment.
 
-    .venv-vllm/bin/python -m tests.vllm.parity.oracle MODEL...      (see ``truth.py``, which starts it)
-
-It answers each line of JSON on standard input by one line of JSON. Its first line has what our plugin would announce
-for every model.
 Requests go through vLLM's request models and the handlers of its GPU-less render server; hashes come from its own
 request hasher.
 """
@@ -12,11 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import logging
-import os
-import sys
-import warnings
 from typing import Any
 
 HASH_BYTES = 8
@@ -123,21 +114,17 @@ def none_hashes(algorithms: list[str]) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to the log
-    warnings.simplefilter("ignore")
-    asyncio.set_event_loop(asyncio.new_event_loop())
-    setup = json.loads(sys.stdin.readline())
-    oracles = {name: Oracle(model, arguments) for name, (model, arguments) in setup["models"].items()}
-    logging.disable(logging.WARNING)  # vLLM warns once for each odd request
-    first: dict[str, Any] = {"none_hashes": none_hashes(setup["algorithms"])}
-    first["models"] = {name: oracle.announced() for name, oracle in oracles.items()}
-    print(json.dumps(first), file=answers, flush=True)
-    for text in sys.stdin:
-        line = json.loads(text)
-        print(json.dumps(oracles[line["model"]].answer(line)), file=answers, flush=True)
+#: The models of the last ``begin``, by name.
+oracles: dict[str, Oracle] = {}
 
 
-if __name__ == "__main__":
-    main()
+def begin(models: dict[str, tuple[str, list[str]]], algorithms: list[str]) -> dict[str, Any]:
+    """Return what our plugin would announce for every model, by its folder and arguments, and the roots of hashes."""
+    oracles.clear()
+    oracles.update({name: Oracle(folder, arguments) for name, (folder, arguments) in models.items()})
+    announced = {name: oracle.announced() for name, oracle in oracles.items()}
+    return {"none_hashes": none_hashes(algorithms), "models": announced}
+
+
+def answers(model: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [oracles[model].answer(line) for line in lines]

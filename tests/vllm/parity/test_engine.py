@@ -12,7 +12,7 @@ import pytest
 from tests.support.requests.random_requests import random_requests
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.parity.test_parity import KINDS, LIKE
-from tests.vllm.parity.truth import INLINE_CHARACTERS, PATHS, SERVER, Truth, truth
+from tests.vllm.parity.truth import INLINE_CHARACTERS, PATHS, SERVER, Truth
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -23,9 +23,8 @@ from warmfleet.protocol.wire import HASH_BYTES, Scheme, default_none_hash
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.support.requests.random_requests import RandomRequest
+    from tests.vllm.inside import Inside
 
 pytestmark = [
     pytest.mark.vllm,
@@ -46,9 +45,8 @@ NOT_OF_THE_PROMPT = ("stop", "temperature", "max_tokens", "n", "echo")
 
 
 @pytest.fixture(scope="module")
-def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    with truth({kind: LIKE[kind] for kind in KINDS}, tmp_path_factory.mktemp("oracle")) as made:
-        yield made
+def identities(vllm: Inside) -> Truth:
+    return Truth(vllm, {kind: LIKE[kind] for kind in KINDS})
 
 
 def served_by(engine: VllmEngine, ask: RandomRequest) -> list[list[int]] | None:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import shutil
 import struct
-import subprocess
 import zlib
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.engines.scripted import engine
 from tests.support.replicas.replica import replica
-from tests.vllm.engine import ROOT, VENV
+from tests.vllm.engine import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
+
+    from tests.vllm.inside import Inside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -81,58 +81,22 @@ def model_with_eyes(folder: Path) -> Path:
 
 
 class Caches:
-    """The caches of one real engine, in a process of their own."""
+    """The caches of one real engine."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
+    def __init__(self, vllm: Inside, folder: Path) -> None:
+        self._vllm = vllm
+        self._model = str(model_with_eyes(folder))
 
     def ask(self, path: str, body: bytes) -> Any:
         """The pictures that an engine would look at for a request that it got, or ``refused``."""
-        writer, reader = self._process.stdin, self._process.stdout
-        assert writer is not None
-        assert reader is not None
-        writer.write(json.dumps({"path": path, "body": body.decode()}) + "\n")
-        writer.flush()
-        line = reader.readline()
-        assert line, f"the process ended:\n{self._log.read_text(errors='replace')[-4_000:]}"
-        answer = json.loads(line)
+        answer = self._vllm.call("parity.media_cache", "looked_at", self._model, path, body.decode())
         refused = answer.get("refused", "")
         return MISSED if any(word in refused for word in NO_PICTURE) else refused or answer["pictures"]
 
 
-@contextmanager
-def started(folder: Path) -> Iterator[Caches]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [
-        str(VENV / "bin" / "python"),
-        "-m",
-        "tests.vllm.parity.media_cache",
-        str(model_with_eyes(folder / "model")),
-    ]
-    pipe, log = subprocess.PIPE, folder / "caches.log"
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
-    ):
-        try:
-            yield Caches(process, log)
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caches]:
-    if not (VENV / "bin" / "vllm").exists():
-        pytest.fail("real vLLM is not installed here: run `make vllm`")
-    with started(tmp_path_factory.mktemp("caches")) as found:
-        yield found
+def caches(vllm: Inside, tmp_path_factory: pytest.TempPathFactory) -> Caches:
+    return Caches(vllm, tmp_path_factory.mktemp("caches") / "model")
 
 
 class Clients:

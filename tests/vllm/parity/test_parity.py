@@ -17,7 +17,8 @@ import pytest
 from tests.support.requests.dialects import dialect_requests
 from tests.support.requests.random_requests import RandomRequest, random_requests
 from tests.vllm.engine import ROOT
-from tests.vllm.parity.truth import Counts, Model, Truth, compare, truth
+from tests.vllm.inside import Inside, inside
+from tests.vllm.parity.truth import Counts, Model, Truth, compare
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -49,9 +50,8 @@ ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 
 @pytest.fixture(scope="module")
-def like(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
-    with truth(LIKE, tmp_path_factory.mktemp("oracle")) as made:
-        yield made
+def like(vllm: Inside) -> Truth:
+    return Truth(vllm, LIKE)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
     command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder / "python"), "xxhash"]
     subprocess.run(command, check=True, cwd=folder)
     models = {kind: Model(real_model(folder, kind, package)) for kind, package in PACKAGES.items()}
-    with truth(models, folder, ALGORITHMS, str(folder / "python")) as made:
-        yield made
+    with inside(folder, str(folder / "python")) as vllm:
+        yield Truth(vllm, models, ALGORITHMS)
 
 
 def real_model(folder: Path, kind: str, package: str) -> Path:

@@ -1,18 +1,11 @@
-"""Starts the oracle, asks it, and compares its answers with those of the router's own code."""
+"""Asks the oracle and compares its answers with those of the router's own code."""
 
 from __future__ import annotations
 
 import base64
-import json
-import os
-import subprocess
-import threading
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from tests.vllm.engine import ROOT, VENV
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt.block_hashes import MAX_BLOCKS, Hasher
@@ -22,10 +15,11 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.protocol.wire import HASH_BYTES, Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from tests.support.requests.random_requests import RandomRequest
+    from tests.vllm.inside import Inside
 
     from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prefix_trie import Prompt
@@ -61,18 +55,15 @@ class Counts:
 
 
 class Truth:
-    """A running oracle. schemes: how it hashes, by algorithm, for any block size."""
+    """An oracle that renders and hashes requests for these models as vLLM does. A process holds the latest alone."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process = process
-        self._log = folder / "oracle.log"
-        self.models: dict[str, Any] = {}
-        self.none_hashes: dict[str, bytes] = {}
-
-    def begin(self, models: Mapping[str, Model], algorithms: Sequence[str]) -> None:
+    def __init__(
+        self, vllm: Inside, models: Mapping[str, Model], algorithms: Sequence[str] = ("sha256", "sha256_cbor")
+    ) -> None:
+        self._vllm = vllm
         named = {name: (str(model.folder), [*SERVER, *model.arguments]) for name, model in models.items()}
-        first = self._exchange([{"models": named, "algorithms": algorithms}])[0]
-        self.models = first["models"]
+        first = vllm.call("parity.oracle", "begin", named, algorithms)
+        self.models: dict[str, Any] = first["models"]
         self.none_hashes = {name: bytes.fromhex(value) for name, value in first["none_hashes"].items()}
 
     def scheme(self, algorithm: str, block_tokens: int) -> Scheme:
@@ -87,63 +78,11 @@ class Truth:
     def answers(
         self, model: str, random_requests: Sequence[RandomRequest], schemes: Sequence[tuple[str, int]]
     ) -> list[dict[str, Any]]:
-        common = {"model": model, "schemes": schemes}
-        return self._exchange(
-            [common | {"endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora} for ask in random_requests]
-        )
-
-    def _exchange(self, lines: Sequence[Any]) -> list[Any]:
-        writer, reader = self._process.stdin, self._process.stdout
-        assert writer is not None
-        assert reader is not None
-
-        def write() -> None:
-            for line in lines:
-                writer.write(json.dumps(line) + "\n")
-            writer.flush()
-
-        thread = threading.Thread(target=write)
-        thread.start()
-        answers = []
-        for _ in lines:
-            line = reader.readline()
-            if not line:
-                raise RuntimeError(f"the oracle died:\n{self._log.read_text(errors='replace')[-4_000:]}")
-            answers.append(json.loads(line))
-        thread.join()
-        return answers
-
-
-@contextmanager
-def truth(
-    models: Mapping[str, Model], folder: Path, algorithms: Sequence[str] = ("sha256", "sha256_cbor"), packages: str = ""
-) -> Iterator[Truth]:
-    """Start one process that renders and hashes requests for these models as vLLM does. That takes 15 s.
-
-    packages: a folder with Python packages that ``.venv-vllm`` lacks.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WARMFLEET_", "VLLM_"))}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        "PYTHONHASHSEED": "7",  # so that every xxhash chain has the same root
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'worker_plugin'}:{packages}",
-    }
-    command = [str(VENV / "bin" / "python"), "-m", "tests.vllm.parity.oracle"]
-    pipe = subprocess.PIPE
-    with (
-        (folder / "oracle.log").open("w") as log,
-        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True) as process,
-    ):
-        try:
-            found = Truth(process, folder)
-            found.begin(models, algorithms)
-            yield found
-        finally:
-            process.kill()
+        lines = [
+            {"schemes": schemes, "endpoint": ask.endpoint, "body": ask.body, "lora": ask.lora}
+            for ask in random_requests
+        ]
+        return list(self._vllm.call("parity.oracle", "answers", model, lines))
 
 
 async def compare(
