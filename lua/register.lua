@@ -112,7 +112,7 @@ if tonumber(wait_ms) then
 elseif anew or now - (record.told or 0) >= ttl_ms then
   foreign = 0
 end
--- `settle` adds what the mirror evicts. Faded at this rate, the sum is about the blocks evicted in HEARTBEAT_MS.
+-- `settle` adds evicted blocks to this number. Faded at this rate, it is about what was evicted in HEARTBEAT_MS.
 evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.passed) or now)) / HEARTBEAT_MS))
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, blocks, capacity_blocks, busy_share,
@@ -120,7 +120,7 @@ local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, bl
 local rest = row and row:sub(AFTER_EVICTED) or ("\0"):rep(WORKER_ID_AT - AFTER_EVICTED) .. worker_id
 call("HSET", load_key, worker_id, head .. middle .. rest)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
-record.cause, record.reason = nil, nil -- a standing record may hold an earlier failure
+record.cause, record.reason = nil, nil -- of an earlier check that failed
 record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
 call("ZADD", alive_key, now, worker_id)

@@ -70,7 +70,7 @@ if starts then
   end
   if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
     speed = (include "settle/learn_speed")(before, prefill, now)
-    -- An approximate worker never reports its speed, so it needs no flag; older replicas take LEARNED for a trial.
+    -- The speed of an approximate worker is always learned, so its row needs no flag LEARNED.
     if speed > 0 and bit.band(flags, FLAG_APPROXIMATE) == 0 then flags = bit.bor(flags, FLAG_LEARNED) end
     local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
     change(worker, FLAGS_AT, packed, AFTER_SPEED_TPS)
@@ -98,8 +98,8 @@ local function mirrors()
   return true
 end
 
--- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks must not
--- count for the lease, too: decide would count them as held even after their eviction.
+-- Engines report blocks in order, so if the index has the lease's last block hash, it has all of them. The lease then
+-- stops counting for these blocks, or decide would take them for cached even after their eviction.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = not mirrors() and outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0

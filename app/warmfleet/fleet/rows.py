@@ -17,7 +17,7 @@ I32: TypeAlias = Annotated[int, "i"]
 U16: TypeAlias = Annotated[int, "H"]
 U8: TypeAlias = Annotated[int, "B"]
 
-JUDGED = 2**31  # added to matched_tokens in a packed lease once its match was compared; no prompt is that long
+JUDGED = 2**31  # added to a lease's matched_tokens once the engine has told the cached number; no prompt is so long
 
 
 def numbers_of(record: type) -> dict[str, str]:

@@ -60,10 +60,11 @@ class Pace:
 class Tick:
     """The result of a tick.
 
-    ran: False if another replica's tick was too recent; then only grace and short have values. grace: no worker expires
-    now. short: memory is short, so no block is inserted. retired: number of slots to collect. backlog: streams that are
-    not empty (``events:<worker_id>``, ``server:<server_id>``). snapshots: streams of workers that send a snapshot.
-    forget: workers that are due to be forgotten. granted_us: Redis' time in us that this replica may take to apply.
+    ran: False if another replica's tick was too recent; then only grace and short are set. grace: silent workers do not
+    expire now (all routers were away). short: Redis is short of memory, so no block is inserted. retired: number of
+    slots whose index entries are to be removed. backlog: streams that are not empty (``events:<worker_id>``,
+    ``server:<server_id>``). snapshots: streams of workers that send all their blocks. forget: workers to be deleted.
+    granted_us: Redis' time in us that this replica may take to apply.
     """
 
     ran: bool
@@ -113,7 +114,7 @@ class Audited:
 
 
 class Upkeep:
-    """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
+    """Calls of the upkeep scripts: each method but ``step`` calls one (``apply``: two). All raise FleetUnavailable.
 
     last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
     suspected: set when this replica's call of apply has made a worker suspected, so that a probe is due.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes, as between heartbeats
+SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes; a heartbeat's interval
 
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
@@ -114,7 +114,7 @@ class WorkerView:
 
     @property
     def heard(self) -> bool:
-        """Whether the worker's last heartbeat is recent, or replicas vouch for the worker."""
+        """Whether the last heartbeat is recent, or a replica has reached the engine over HTTP instead (``vouch``)."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property

@@ -99,9 +99,9 @@ class View:
     def remembering(self, before: View) -> View:
         """Return this view; if it has no routable worker, it identifies prompts as the view ``before`` does.
 
-        A decision may choose a worker that was not routable at its replica's last reading: after Redis came back empty
-        and the worker was proved again, or from an old dump, while no worker counts as dead (lua/tick.lua). Without
-        block hashes such a decision would match nothing. The first reading with a routable worker ends this.
+        After Redis came back empty or with old data, a worker may become routable in Redis before this replica reads
+        the workers again. A decision may then choose that worker, and without block hashes would find none of its
+        cached blocks. The first view with a routable worker ends this.
         """
         if any(worker.routable for worker in self.workers):
             return self

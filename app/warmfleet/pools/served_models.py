@@ -64,7 +64,7 @@ class ServedModel:
             pool.draining = pool.tag in tags
 
     def succeed(self, before: ServedModel) -> None:
-        """Take over from ``before``, the same model with other pools, what is known about prompts."""
+        """Take over the counts of prompts' beginnings from ``before``, the same model with other pools."""
         self._beginnings = before._beginnings
 
     @property
@@ -126,7 +126,7 @@ class Pools:
         names = dict.fromkeys(pool.name for pool in self.all)
         self.served = {name: ServedModel(name, self.named(name)) for name in names}
         self.leaving: tuple[Pool, ...] = ()
-        self._contacted = False  # set once and never cleared, as pools keep their readings
+        self._contacted = False  # every model was read from Redis once; an outage later keeps the last readings
         self._first_reading_until: float | None = None
         self._ready_at = float("inf")
 
@@ -163,7 +163,7 @@ class Pools:
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
         """Return worker_id -> tag of the pool, for each of these workers that is silent here but heard in another pool.
 
-        In pools of other models only engines without the plugin count, known by URL: others have an equal id by chance.
+        Pools of other models count only for engines without the plugin, whose id is their URL: other ids may be equal.
         """
         silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
         others = [other for other in self.all if other is not pool] if silent else []
@@ -251,10 +251,7 @@ class Pools:
         raise self.not_found(model, allowed)
 
     async def _first_reading(self) -> None:
-        """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came.
-
-        Returns at once if every model was read before.
-        """
+        """Wait until every pool was read once, or until FIRST_READING_S have passed since the first request came."""
         self._contacted = self.contacted
         if self._contacted:
             return

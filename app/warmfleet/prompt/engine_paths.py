@@ -107,7 +107,7 @@ NEVER = frozenset(
         "/v1/realtime",
     }
 )
-#: Paths below which no path passes, either.
+#: Paths that begin like this go to no engine, either, whatever the operator's patterns allow.
 NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
 #: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
 SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"

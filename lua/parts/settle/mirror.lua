@@ -1,14 +1,14 @@
 --[[
-settle/mirror: notes in the mirror of an approximate worker that the worker has served a prompt.
+settle/mirror: updates the mirror, Redis' guess of the cache of an engine without the plugin, when it served a prompt.
 
-Such a worker does not report its blocks, so its mirror notes the blocks of the prompts that it was sent. The mirror
-evicts the blocks that were used longest ago and, of one prompt, the deepest first, as engines do. It is a tree: a node
-is a block at which chains part, or block 1, or a power of two from 16 on; the node's trail (field slot= of x:) holds
-the hashes of the blocks up to the next node. All blocks of a node were used last by the same request: a request that
-uses only some of them splits the node. So a node was never used later than the node before it.
+Such an engine does not report its blocks, so the mirror has the blocks of the prompts that the engine was sent. The
+mirror evicts the blocks that were used longest ago and, of one prompt, the last first, as engines do. It is a tree: a
+node is a block at which prompts part, or block 1, or a power of two from 16 on, with the blocks between it and the next
+node, whose hashes are the node's trail (field slot= of x:). All blocks of a node were used last by the same request: a
+request that uses only some of them splits the node. So a node was never used later than the node before it.
 
-If the engine's answer said that it lacked a block that the mirror has, the engine also lacks all blocks that were used
-before that block, as it evicts in this order. `lru:` then gets a member OUTDATED right behind the node of that block,
+If the engine's answer said that it lacked a block that the mirror has, the engine has evicted all blocks that were used
+before that block, too. `lru:` (nodes by time of last use) then gets a member OUTDATED right behind that block's node,
 and all nodes up to OUTDATED are evicted, at most MIRROR_EVICTIONS at a time.
 
 Guarantee: no more than `capacity` blocks stay, unless more than MIRROR_EVICTIONS nodes would have to be evicted at
@@ -67,7 +67,7 @@ return function(prefix, id, worker)
   if worker.lacks then
     local used = used_us(worker.lacks)
     local mark = tonumber(call("ZSCORE", lru, OUTDATED) or "") or 0
-    -- Not if the block was used after asked_us: another request may have computed it again since the engine lacked it.
+    -- A block that was used after asked_us stays, because another request may have put it into the cache again.
     if used and used < worker.asked_us and used > mark then call("ZADD", lru, format("%.1f", used + 0.5), OUTDATED) end
   end
 

@@ -83,7 +83,7 @@ end
 
 -- Make a function that returns, of a list of candidates, the one with the least work ahead, of equals the least busy,
 -- then the first; nil if none is left. With `room` (by candidate), candidates without room are left out. Work ahead
--- only grows and room only shrinks, so a heap by each candidate's work ahead when it was last on top is enough.
+-- only grows and room only shrinks, so in the heap of candidates only the top must be compared with its present work.
 local function least_of(those, ahead, share, room)
   local heap, known, count = nil, {}, 0
   local function before(i, k)
@@ -135,12 +135,14 @@ end
 -- Make a table of the room that engines have left, while tickets take it one by one. Takes the state of
 -- shared/candidates, and room_of and overdue_s (capacity). Returns
 --   any(): whether some worker has room
---   stands(record of a ticket): the worker that it gets or waits for, whether it gets that worker now, whether any
---     worker that may serve it has room, and the us that this worker needs to compute it
+--   stands(record of a ticket): the worker that the ticket gets or waits for; whether it gets that worker now; whether
+--     any worker that may serve it has room; the us that its worker needs for what this lacks of the prompt
 --   take(record of a ticket): books the room that the ticket needs at the candidate that serves it; returns the
 --     candidate and the tokens that it must compute, or nil if none serves the ticket now
---   by candidate: room (seconds left), slots, late (seconds overdue), ahead (cost of the wait for it in s, with late)
---   wait_price (cost of a second of waiting), making_scale (factor to that if a worker computes the ticket's prompt)
+--   by candidate: slots, room (seconds of prefill that may still be booked), late (seconds overdue with its prefill),
+--     ahead (late, plus wait_price times the seconds of work that a ticket would wait for there)
+--   wait_price: cost of a second of waiting, in seconds of computing
+--   making_scale: what wait_price is multiplied by for a ticket whose prompt a worker is computing now
 local function room_left(s, room_of, overdue_s)
   local share, busy = s.busy_share, 0
   for i = 1, s.count do busy = busy + share[i] / s.count end
@@ -175,7 +177,7 @@ local function room_left(s, room_of, overdue_s)
   local first = free and allowed_by("").first
   function left.any() return free and first() ~= nil end
 
-  -- Return the cost of the wait for a worker in seconds. scale: factor to the cost of a second of waiting.
+  -- Return the cost, in seconds, of waiting for a worker. scale: 1, or making_scale.
   local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
 
   -- Return a ticket's size, tie (us within which costs count as equal), lowest cost and its candidate, lowest cost with
@@ -193,7 +195,7 @@ local function room_left(s, room_of, overdue_s)
     if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
-      local i = by_slot[slot] -- nil: the worker is no candidate now; barred workers are never named
+      local i = by_slot[slot] -- nil: no candidate now. The ticket names no barred workers
       if i then
         local cost = waits(i, scale) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
@@ -203,8 +205,8 @@ local function room_left(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
   end
 
-  -- Tell whether a ticket with these costs takes the candidate with room. The busier that candidate, the cheaper is
-  -- waiting.
+  -- Tell whether a ticket takes the candidate with room (`chosen`), because to wait for `nearest` is not cheaper.
+  -- The busier the chosen one is, the less a second of waiting costs.
   local function takes(tie_us, lowest, nearest, best, chosen, making)
     if not chosen then return false end
     local price = max(1 - 2 * share[chosen], wait_price)
