@@ -128,7 +128,7 @@ local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent = 0, 0 -- entries that were applied; blocks that they count as
-local from, want = "-", 1 -- the first page is one entry: one full batch is already as much as a call may apply
+local from, want = "-", 1 -- read one entry first: a full batch of blocks is all that one call may apply
 local full, control = false, false -- whether no further entry fits into this call; whether the next is apply_control's
 repeat
   local page = call("XRANGE", stream_key, from, "+", "COUNT", want)

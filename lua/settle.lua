@@ -5,7 +5,7 @@ Guarantee: subtracts exactly the load that the lease still has, once; a repeated
 subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
 cancelled or unsent, a tombstone is left, so that a decide that arrives later books nothing. After `finished`, the
 blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms, as the
-report is on its way. An approximate worker reports nothing: its mirror notes the prompts that it computed. First tokens
+report is on its way. An approximate worker reports nothing: Redis guesses its cache (settle/mirror). First tokens
 tell the speed of a worker that does not report it (not `due` ones, as they follow from that speed). A call for an
 unknown id also reaps a few expired leases, as a fleet at rest has no decide that does so. If a request of a client with
 limits failed or was never sent, and client_tokens is empty, the client gets back the tokens of the prompt.

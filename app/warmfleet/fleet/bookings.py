@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
 Told = Outcome | Literal["due"]  # due: no first token was reported, but by the engine's speed it must have come
-REAP_AT_ONCE = 512
+REAP_AT_ONCE = 512  # most expired reservations that one call of ``reap`` ends
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked

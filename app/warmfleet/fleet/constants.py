@@ -72,7 +72,7 @@ QUEUE_PATIENCE = 1.0
 class QueueLimits:
     """Limits of the fleet-wide queue of one pool; each pool has a queue of its own."""
 
-    max_engine_wait_s: float = 0.0  # most seconds of booked prefill at a worker that has room; 0: no queue
+    max_engine_wait_s: float = 0.0  # a worker has room below this many seconds of booked prefill; 0: no queue
     tickets: int = 1_024  # most tickets in the queue at a time, of all replicas together
     patience: float = 0.0  # as QUEUE_PATIENCE: small work goes first; 0: order of arrival
 

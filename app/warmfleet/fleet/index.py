@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.workers import WorkerView
 
-LAGS_AT_ONCE = 64
-HOLDS_AT_ONCE = 512
+LAGS_AT_ONCE = 64  # streams that one call of lua/lag.lua looks at
+HOLDS_AT_ONCE = 512  # block hashes in one SMISMEMBER
 FILLING = "join"  # ``WorkerTruth.cause`` after a join, until the first snapshot: the index is empty, but not wrong
 _DIGEST_COUNT = struct.Struct(">I")
 

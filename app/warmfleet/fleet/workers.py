@@ -68,7 +68,7 @@ class WorkerView:
     is None if the worker left or was never heard. ``proof`` is the result of the last probe, or "approximate"
     for a worker that is not probed; ``state`` says whether requests may go to the worker. ``probed_age_s`` is the age
     of that result; None without one, or if the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its
-    API server. ``vouched_age_s`` is the time since a replica last vouched for the worker; None if none did.
+    API server. ``vouched_age_s`` is the time since a replica last called ``vouch`` for it; None if none did.
     ``told_age_s`` is the time since a check last read the load of an approximate worker from its metrics.
     """
 
@@ -243,7 +243,7 @@ class Workers:
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
-        """Vouch for a worker whose engine answers without heartbeats, so that it stays routable for a TTL.
+        """Keep a worker without heartbeats routable for a TTL, because its engine answers this replica over HTTP.
 
         Returns REFUSED if the worker joined anew (with another nonce), left, or must not be vouched for
         (lua/vouch.lua). Raises FleetUnavailable.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # most requests in flight at a worker, as a multiple of the mean
-FAILURES_TO_OPEN = 2
+FAILURES_TO_OPEN = 2  # failed questions in a row after which Redis is not asked for a while
 #: Time until an emptied Redis has routable workers again: 5 s until workers join, 1 s until they are read, 5 s for each
 #: of two probes, and a reserve.
 LAST_KNOWN_S = 20.0
-LOOK_S = 1.0
+LOOK_S = 1.0  # least time between two calls of ``look``, and its longest duration
 
 
 class LastKnown:

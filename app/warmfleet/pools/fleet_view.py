@@ -1,4 +1,4 @@
-"""The workers of one model as they were last read, with the look-ups of the request path prepared."""
+"""The workers of one pool as they were last read, with tables of all that a request looks up about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/dec
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The workers of one model at one reading, with tables made from them.
+    """The workers of one pool as one reading of Redis found them, with tables made from them.
 
     identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
     the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker with

@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def reference(self) -> Pool:
-        """The pool by whose workers prompts are identified first: a usable pool, if the model has any."""
+        """The pool whose tokenizer makes a prompt's token ids first: a usable pool, if the model has any."""
         *others, last = self.pools
         for pool in others:
             if pool.usable:
@@ -101,7 +101,7 @@ class ServedModel:
         """Return the pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
-        counted: whether the prompt counts as a use of its beginning.
+        counted: False for a prompt that is only explained, so must not change which beginnings count as common.
         """
         able = self.pools
         if model and model != self.name:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
 #: ``none``: the engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
-#: The content of a good answer in JSON: one object; one JSON value; or anything, such as values that a client reads one
-#: by one as they come.
+#: The content of a good answer in JSON: one object; one value of any type; or anything, such as a stream of values.
+#: An answer of other content counts as the engine's fault.
 Answer = Literal["object", "value", "any"]
 
 

@@ -14,7 +14,7 @@ and all nodes up to OUTDATED are evicted, at most MIRROR_EVICTIONS at a time.
 Guarantee: no more than `capacity` blocks stay, unless more than MIRROR_EVICTIONS nodes would have to be evicted at
 once: the rest is evicted with the next prompts, and no block is added beyond twice the capacity.
 Takes the key prefix, the reservation's id, and a table: slot, blocks (number in the mirror), capacity, now_us, lacks
-(the first block of the prompt that the engine lacked; nil: none), asked_us (earliest time when the prompt reached it).
+(the first block of the prompt that the engine lacked; nil: none), asked_us (earliest time when it got the prompt).
 Returns the number of blocks in the mirror, and the number that were evicted because the mirror was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
@@ -89,7 +89,7 @@ return function(prefix, id, worker)
       else
         call("HDEL", key, trail_of)
         if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-        -- Beside replicas of before 2026-11-23 the row's number may be too low.
+        -- `blocks` may be too low, because replicas of before 2026-11-23 counted fewer.
         blocks, full = math.max(0, blocks - held), full + (outdated and 0 or held)
       end
     end
