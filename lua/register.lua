@@ -3,16 +3,16 @@ register: notes a replica's check of an approximate worker (an engine without th
 
 Guarantee: the first check that passes makes the worker's slot and row; each later one is its heartbeat. A worker that
 comes back into `alive`, whose process started anew, or whose scheme changed, gets a new slot, so that the blocks of its
-earlier prompts do not count. A worker that joined by its own stream is never touched. Several replicas may check one
-worker. A failed check by the replica whose check passed last takes the worker out of `alive` at once. Of another
-replica the second failure in a row does so, unless a check passed in between; likewise of any replica, if the check ran
-out of time while requests run there: the engine may be busy. If a replica does not list the worker any more, its
-first call changes nothing. From its second call on the worker drains, unless another replica's check passed in between,
-and `forget` deletes it when no request runs there. A replica that still lists the worker ends that. A worker's scheme
-stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused` stays
-until a check asks the engine again, or the engine is down or starts anew. `wait_ms` stays until a check asks again, for
-ttl_ms at most: it is booked as load of requests that did not come through routers, and such an engine has no room
-(shared/turns). MISNAMED is set while the engine does not list its pool's name.
+earlier prompts do not count. A worker that joined by its own stream is never touched.
+Several replicas may check one worker. If the replica whose check passed last reports a failure, the worker leaves
+`alive` at once; if another replica does, at its second failure in a row without a passed check in between. A time-out
+while requests run there always needs two, because the engine may only be busy. If a replica stops listing the worker,
+its first call changes nothing. From its second on the worker drains, unless another replica's check passed in between,
+and `forget` deletes it when no request runs there. A call of a replica that lists the worker ends the draining.
+A scheme stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused`
+stays until a check asks the engine again, or the engine is down or starts anew. `wait_ms` stays until a check asks
+again, for ttl_ms at most: it is booked as load of requests from elsewhere, so the engine has no room (shared/turns).
+MISNAMED is set while the engine does not list its pool's name.
 
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: the worker is not listed any more),

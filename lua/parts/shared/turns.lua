@@ -4,16 +4,16 @@ shared/turns: finds which waiting requests (shared/tickets) may be served now ("
 Room. An engine has room while its booked prefill, less what it has computed of the prefill under way, takes less than
 limit_s. It has no room while its booked context fills 95 % of its cache and some booked prefill is still to be
 computed. (Bookings are estimates: only prefill that does not start shows that the cache is full.) A worker without any
-work always has room. So has an approximate worker, whose speed and ends of prefill are not known, unless its metrics
-told of requests that wait there longer than until the next check (these count as foreign prefill). Foreign prefill
-takes room only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is
-left to compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
+work always has room. So has a worker without the plugin, whose speed and ends of prefill are not known, unless its
+metrics told of requests that will still wait at the next check. Foreign prefill (of requests from elsewhere) takes room
+only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is left to
+compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
 
 Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
-for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. Its cost at a worker is
-its price there when it was last decided (decide/wait_turn) plus the work ahead there now, which includes earlier
-tickets that wait for that worker. So a long line for one engine spreads to free engines. An engine that is overdue with
-its prefill costs as much more as it is overdue, as nobody knows when it will go on.
+for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
+worker is its price (seconds to compute what the worker lacks of the prompt, noted by decide/wait_turn) plus the work
+ahead there now, with earlier tickets that wait for the worker. So a long line for one engine spreads to free engines.
+An engine that is overdue with its prefill costs as much more as it is overdue, as nobody knows when it will go on.
 
 Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
 more, which delays requests that arrive there meanwhile: by about b / (1 - b) seconds for each second of computing,
@@ -25,10 +25,10 @@ waiting costs at most half a second. Else an idle fleet would compute a new pref
 engines, which takes no longer than to wait for the first engine.
 
 Turns. Tickets are looked at in order. Passed over is a ticket whose cheapest workers are all busy, or that no worker
-with room can serve. `most` tickets are looked at: each flow gets an equal part of these looks for tickets that are
-passed over, at least two: half at the flow's front, half further back. So a tenant whose worker is busy delays no other
-tenant, nor all of its own requests for other workers. If `most` is too small for all flows, the looks go on at flows
-further back as soon as half of them were in vain.
+with room can serve. At most `most` tickets are looked at. Each flow (tickets of one tenant and priority) may have an
+equal part of them passed over, at least two: half at its front, half further back. So a tenant whose worker is busy
+delays neither other tenants nor all of its own requests for other workers. If `most` is too small for all flows, and
+half of the looks found no turn, the others are at flows further back.
 
 Guarantee: writes nothing. Returns three functions by name: capacity, room_left, and take (take_turns).
 --]]
@@ -258,9 +258,9 @@ local function put_back(order, head, score, flow)
   table.insert(order, low, flow)
 end
 
--- Return the position at which to go on in a line of `length` whose first k tickets or flows were looked at in vain: a
--- position that moves with the clock, so that all are looked at in time; with `rank`, such that its item is
--- the last of the next `most` ones.
+-- Return the position at which to go on in a line of `length` tickets or flows whose first k got no turn. The position
+-- moves with the clock, so that all get looked at in time; with `rank`, the item of that rank will be the last of the
+-- next `most` ones.
 local function further(length, k, most, rank, now_ms)
   if rank then return max(k, rank + 1 - most) end
   local part = floor(math.ceil((length - k) / most) * (now_ms * GOLDEN_RATIO % 1))
