@@ -2,7 +2,7 @@
 announce: stores a replica's record of itself with the server's time, or deletes the record when the replica stops.
 
 Guarantee: no record is older than forget_ms, and at most 256 are stored: beyond that the oldest are deleted. The key
-ends with its last record. A replica that is started again at the same host and port overwrites the earlier record.
+expires with its last record. A replica that is started again at the same host and port overwrites the earlier record.
 
 ARGV: name (host and port of the replica), record (JSON, at most 8,192 bytes; empty: the replica stops), forget_ms
 Returns: number of replicas that have a record

@@ -22,7 +22,7 @@ local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
 local probe_key = prefix .. "probe:" .. worker_id
-local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest cache that is believed: times the median, blocks
+local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest cache that a worker may claim: in fleet medians; in blocks
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, LIST_BYTES = 8, 16384
 local STEP_CHANGE = 4 -- the time of an engine step is stored again if it changed by more than 1/STEP_CHANGE
@@ -95,7 +95,7 @@ function operation.heartbeat(data, time)
   local flags = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PAUSED))
   row[FLAGS_FIELD] = paused and flags + FLAG_PAUSED or flags
   row[FOREIGN_PREFILL_TOKENS_FIELD], row[FOREIGN_DECODE_TOKENS_FIELD] = foreign_prefill, foreign_decode
-  row[BLOCKS_FIELD] = math.max(blocks, live[1]) -- at least what it reported as stored
+  row[BLOCKS_FIELD] = math.max(blocks, live[1]) -- at least the number that the index has
   row[EVICTED_FIELD] = math.min(evicted, MAX_EVICTED)
   if speed > 0 then
     row[SPEED_TPS_FIELD], row[FLAGS_FIELD] = speed, bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_LEARNED))
@@ -128,7 +128,7 @@ local cursor = call("HGET", cursor_key, stream) or "0-0"
 local ms, sequence = cursor:match("^(%d+)-(%d+)$")
 ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent = 0, 0 -- entries that were applied; blocks that they count as
-local from, want = "-", 1 -- the first page is one entry: one full batch is already as much as a call may apply
+local from, want = "-", 1 -- read one entry first: a full batch of blocks is all that one call may apply
 local full, control = false, false -- whether no further entry fits into this call; whether the next is apply_control's
 repeat
   local page = call("XRANGE", stream_key, from, "+", "COUNT", want)

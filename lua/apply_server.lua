@@ -6,7 +6,7 @@ joins under the same name, the server's workers lose the flags URL and PROVEN, a
 join of the same process at the same URL only updates the record, such as the names that the server serves. Workers have
 the flag SERVER while their server lives, and MISNAMED while it does not serve their pool's name. The counter
 `announced` grows with each change of a server's record, so that replicas read the record again. A stream that breaks
-the rules is deleted. So is one that only a process without a stored join writes to, as that process then joins again. A
+the rules is deleted. So is that of a process whose join Redis has lost: finding no stream, the process joins again. A
 server's `leave` sets `left` in the records of its workers, until the server or the worker joins.
 
 ARGV: prefix, server_id, max_entries, ttl_ms
@@ -50,7 +50,7 @@ local function join(data, nonce)
   -- JSON parsers take the last of two equal keys: that of the join itself.
   local text, same = ('{"nonce":"%s","url":"%s",'):format(nonce, fresh.url) .. data:sub(2), false
   if record and record.nonce == nonce then
-    if text == raw or record.url ~= fresh.url then return end -- a repeated join, or a URL that was not proved
+    if text == raw or record.url ~= fresh.url then return end -- a repeated join, or a URL that no probe has reached
     same = true
   end
   local kept = chunks_of(fresh.artifacts)
@@ -103,7 +103,7 @@ elseif entries > 0 then
 end
 local more = not hostile and #page == max_entries and 1 or 0
 local alive = heard(call("ZSCORE", alive_servers_key, server_id), now, ttl_ms)
-if more == 0 and (not record or stranger and not alive) then -- the join is lost; a server without a stream joins again
+if more == 0 and (not record or stranger and not alive) then -- Redis lost the join; finding no stream, the server joins
   call("UNLINK", stream_key)
   call("HDEL", cursor_key, stream)
   return { entries, 0 }

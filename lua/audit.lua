@@ -6,9 +6,9 @@ Guarantee: no false alarm, whatever is applied between calls. Each piece checks 
 each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. To compare the
 sums, a walk over all pieces is needed. A difference of sums counts if the digest was the same at each piece (else the
 walk is repeated: three walks at most) and if a second walk finds the same difference. Then the worker waits for a
-snapshot, and its digest is falsified, so that no heartbeat's digest equals it before the snapshot. One walk at a time
-for the fleet, one piece in min_gap_ms, each worker every period_ms. The audit does not notice a slot that stands in
-b:<hash> although s:<slot> lacks the hash.
+snapshot (all its blocks sent anew), and its digest is falsified, so that until then no heartbeat's is equal. The fleet
+has one walk at a time, and one piece in min_gap_ms; each worker's turn comes every period_ms. Not noticed is a
+slot that stands in b:<hash> although s:<slot> lacks the hash.
 
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
 Returns: {blocks that were compared, 1 if a difference was found, 1 if a walk is under way}

@@ -1,6 +1,6 @@
 --[[
 client: checks and counts a request of a client whose key has limits, where the model has several pools. (For a model
-of one pool, decide does so.) One of the pools keeps the client's count, whichever pools serve its requests.
+of one pool, decide does so.) One of the pools keeps the client's counts for all of them.
 
 Guarantee: check and count are one step, so all replicas together never exceed a limit. A request counts as in flight
 until `end`, or until lease_ms after its last `admit` or `keep`. A repeated call changes nothing.

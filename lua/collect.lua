@@ -11,7 +11,7 @@ Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local retired_key = unpack(KEYS)
 local prefix, max_blocks = ARGV[1], tonumber(ARGV[2])
-local SLOT_BLOCKS = 8 -- blocks that the end of a slot counts as, to bound the slots that one call ends
+local SLOT_BLOCKS = 8 -- part of max_blocks that each removed slot takes, so that one call removes few slots
 local call = redis.call
 
 local room, removed = max_blocks, 0
@@ -21,7 +21,7 @@ while room > 0 do
   local hashes = call("SPOP", prefix .. "s:" .. slot, room)
   for _, hash in ipairs(hashes) do call("SREM", prefix .. "b:" .. hash, slot) end
   local mirrored = room > #hashes and call("ZPOPMIN", prefix .. "lru:" .. slot, room - #hashes) or {}
-  for i = 1, #mirrored, 2 do -- an approximate worker's mirror has one count at each of its checkpoints
+  for i = 1, #mirrored, 2 do -- block hashes at which x: counts this worker's guessed cache (settle/mirror)
     local key = prefix .. "x:" .. mirrored[i]
     call("HDEL", key, slot .. MARK_TRAIL)
     if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end

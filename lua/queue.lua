@@ -14,7 +14,7 @@ Returns: {number of tickets in the queue,
       ids of all tickets that have their turn,
       the first ticket; {} if ids are given or none waits; else {id, prompt tokens, size in us, ms waited, number of
         waiting flows, the worker that it gets or waits for, whether that worker can take it now (0/1), whether any
-        worker that may serve it has room (0/1), us that the named worker needs for what it lacks of the prompt},
+        worker that may serve it has room (0/1), us that the former worker needs for what it lacks of the prompt},
       then for each id that does not leave: 0 WAITS, 1 TURN, 2 DISPLACED (another took its place), 3 UNKNOWN}
 Cost: O(workers + (ids + looked) * log tickets + looked * log workers), and O(workers) for each set of barred workers;
       looked: tickets looked at, at most 256; 64 are reaped at most. 1.6 ms with 64 workers, 2.5 ms with 256

@@ -3,16 +3,16 @@ register: notes a replica's check of an approximate worker (an engine without th
 
 Guarantee: the first check that passes makes the worker's slot and row; each later one is its heartbeat. A worker that
 comes back into `alive`, whose process started anew, or whose scheme changed, gets a new slot, so that the blocks of its
-earlier prompts do not count. A worker that joined by its own stream is never touched. Several replicas may check one
-worker. A failed check by the replica whose check passed last takes the worker out of `alive` at once. Of another
-replica the second failure in a row does so, unless a check passed in between; likewise of any replica, if the check ran
-out of time while requests run there: the engine may be busy. If a replica does not list the worker any more, its
-first call changes nothing. From its second call on the worker drains, unless another replica's check passed in between,
-and `forget` deletes it when no request runs there. A replica that still lists the worker ends that. A worker's scheme
-stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused` stays
-until a check asks the engine again, or the engine is down or starts anew. `wait_ms` stays until a check asks again, for
-ttl_ms at most: it is booked as load of requests that did not come through routers, and such an engine has no room
-(shared/turns). MISNAMED is set while the engine does not list its pool's name.
+earlier prompts do not count. A worker that joined by its own stream is never touched.
+Several replicas may check one worker. If the replica whose check passed last reports a failure, the worker leaves
+`alive` at once; if another replica does, at its second failure in a row without a passed check in between. A time-out
+while requests run there always needs two, because the engine may only be busy. If a replica stops listing the worker,
+its first call changes nothing. From its second on the worker drains, unless another replica's check passed in between,
+and `forget` deletes it when no request runs there. A call of a replica that lists the worker ends the draining.
+A scheme stays until no replica has confirmed it for ttl_ms, or the replica whose check passed last changes it. `paused`
+stays until a check asks the engine again, or the engine is down or starts anew. `wait_ms` stays until a check asks
+again, for ttl_ms at most: it is booked as load of requests from elsewhere, so the engine has no room (shared/turns).
+MISNAMED is set while the engine does not list its pool's name.
 
 ARGV: worker_id, record_json (an object with scheme_id, url, models, and started: seconds, 0 if it is not known),
       capacity_blocks, found (PASSED, FAILED, SLOW: no answer in time, or LEAVING: the worker is not listed any more),
@@ -112,7 +112,7 @@ if tonumber(wait_ms) then
 elseif anew or now - (record.told or 0) >= ttl_ms then
   foreign = 0
 end
--- `settle` adds what the mirror evicts. Faded at this rate, the sum is about the blocks evicted in HEARTBEAT_MS.
+-- `settle` adds evicted blocks to this number. Faded at this rate, it is about what was evicted in HEARTBEAT_MS.
 evicted = math.floor(evicted * math.exp(-math.max(0, now - (tonumber(before.passed) or now)) / HEARTBEAT_MS))
 local head = struct.pack(ROW_EPOCH_TO_SPEED_TPS, epoch, prefill, decode, in_flight, slot, flags, scheme, speed)
 local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, blocks, capacity_blocks, busy_share,
@@ -120,7 +120,7 @@ local middle = struct.pack(ROW_FOREIGN_PREFILL_TOKENS_TO_EVICTED, foreign, 0, bl
 local rest = row and row:sub(AFTER_EVICTED) or ("\0"):rep(WORKER_ID_AT - AFTER_EVICTED) .. worker_id
 call("HSET", load_key, worker_id, head .. middle .. rest)
 record.slot, record.started, record.confirmed, record.leaving = slot, started, confirmed, leaving
-record.cause, record.reason = nil, nil -- a standing record may hold an earlier failure
+record.cause, record.reason = nil, nil -- of an earlier check that failed
 record.passed, record.checked, record.replica = now, now, replica
 call("HSET", workers_key, worker_id, cjson.encode(record))
 call("ZADD", alive_key, now, worker_id)

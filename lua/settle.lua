@@ -5,7 +5,7 @@ Guarantee: subtracts exactly the load that the lease still has, once; a repeated
 subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
 cancelled or unsent, a tombstone is left, so that a decide that arrives later books nothing. After `finished`, the
 blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms, as the
-report is on its way. An approximate worker reports nothing: its mirror notes the prompts that it computed. First tokens
+report is on its way. An approximate worker reports nothing: Redis guesses its cache (settle/mirror). First tokens
 tell the speed of a worker that does not report it (not `due` ones, as they follow from that speed). A call for an
 unknown id also reaps a few expired leases, as a fleet at rest has no decide that does so. If a request of a client with
 limits failed or was never sent, and client_tokens is empty, the client gets back the tokens of the prompt.
@@ -70,7 +70,7 @@ if starts then
   end
   if speed == 0 or bit.band(flags, FLAG_APPROXIMATE + FLAG_LEARNED) > 0 then
     speed = (include "settle/learn_speed")(before, prefill, now)
-    -- An approximate worker never reports its speed, so it needs no flag; older replicas take LEARNED for a trial.
+    -- The speed of an approximate worker is always learned, so its row needs no flag LEARNED.
     if speed > 0 and bit.band(flags, FLAG_APPROXIMATE) == 0 then flags = bit.bor(flags, FLAG_LEARNED) end
     local packed = struct.pack(ROW_FLAGS_TO_SPEED_TPS, flags, scheme, speed)
     change(worker, FLAGS_AT, packed, AFTER_SPEED_TPS)
@@ -98,8 +98,8 @@ local function mirrors()
   return true
 end
 
--- Engines report blocks in order, so if the deepest checkpoint is confirmed, all blocks are. Confirmed blocks must not
--- count for the lease, too: decide would count them as held even after their eviction.
+-- Engines report blocks in order, so if the index has the lease's last block hash, it has all of them. The lease then
+-- stops counting for these blocks, or decide would take them for cached even after their eviction.
 local deepest = #lease >= at + length and lease:sub(-8)
 local unreported = not mirrors() and outcome == "finished" and deepest
   and call("SISMEMBER", prefix .. "b:" .. deepest, string.format("%d", slot)) == 0

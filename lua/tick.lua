@@ -24,7 +24,7 @@ local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from SHORT_FROM on, until below SHORT_TO
-local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- RUSH_ENTRIES take about 4 s at the usual pace
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- ms that a grant counts: least, most; entries that double it
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- most hints that a tick reads (0.3 ms), and that `hello` keeps
 local GRANTED_US = 5 -- the position of granted us in the answer
@@ -35,7 +35,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before = call("GET", tick_key) or ""
 local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
-start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: the median capacity, in blocks
+start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: median size of the engines' caches, in blocks
 short = tonumber(short) or 0 -- the time since which memory is short (ms; 0: it is not)
 local skip = last and last <= now and now - last < min_gap_ms
 if skip then return { 0, grace_until > now and 1 or 0, 0, short > 0 and 1 or 0, 0 } end
@@ -78,7 +78,7 @@ local function notice(stream)
 end
 
 -- Adds the streams that `hello` names, if they exist. Any worker may write to `hello` as often as it likes, so only the
--- youngest hints are kept, and each name is looked up once. The name of an engine core stands for its server's, too.
+-- youngest hints are kept, and each name is looked up once. A hint at a core's stream is also one at its server's.
 local function greet()
   local kind = call("TYPE", hello_key).ok
   if kind == "none" then return end
@@ -106,7 +106,7 @@ local function greet()
   if tonumber(sequence) < LAST_SEQUENCE then
     call("XTRIM", hello_key, "MINID", string.format("%s-%.0f", ms, sequence + 1))
   else
-    call("UNLINK", hello_key) -- the stream's entry ids are nearly exhausted
+    call("UNLINK", hello_key) -- sequence + 1 would be inexact in Lua, so XTRIM cannot name it: all hints are deleted
   end
 end
 

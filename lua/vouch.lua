@@ -2,9 +2,9 @@
 vouch: keeps a worker routable whose engine answers a replica over HTTP, though its heartbeats are missing. The plugin's
 connection to Redis is broken, not the engine, so decide goes on to use the worker's last known blocks.
 
-Guarantee: counts only for the incarnation that was asked: with another nonce it changes nothing. Refused is a worker
-whose URL never answered a probe, that left, or that broke the rules. So is one whose API server was heard long after
-it: such an engine core stands still, though its server answers over HTTP. The flag UNHEARD, which this script sets,
+Guarantee: counts only for the process that was asked: with another nonce it changes nothing. Refused is a worker
+whose URL never answered a probe, that left, or that broke the rules. So is one whose API server sent heartbeats long
+after its core: the core stands still, though the server answers over HTTP. The flag UNHEARD, which this script sets,
 ends ttl_ms after the last vouch, or when heartbeats arrive again (tick).
 
 ARGV: worker_id, nonce

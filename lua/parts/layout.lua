@@ -45,22 +45,22 @@ local CLIENT_AT = 26 -- the position of a limited client's tag in a reservation'
 local LIMITS = ">I4I4" -- a client's limits: requests in flight, tokens per minute; 0: no such limit
 local LIMITS_BYTES = 8 -- length of LIMITS; a ninth byte marks a request that was admitted before
 
--- The queue (shared/tickets). A flow is a priority class and a tenant; a place is a time in us, as digits, that orders.
+-- The queue (shared/tickets). Flow: priority class and tenant. Place: time in us, as digits, that sorts tickets
 local FLOW_BYTES = 9
 local PLACE_BYTES = 16
 local MEMBER_ID_AT = FLOW_BYTES + PLACE_BYTES + 1 -- the position of the id in a member of `queue2`: flow, place, id
 
--- A ticket's record
+-- A ticket's record. Price: time that a worker needs for what it lacks of the prompt. Named: the 8 cheapest workers
 local TICKET_PRICES = ">I4I4I4I4B" -- prompt tokens; size, tie, price at unnamed workers (us); number of named workers
 local TICKET_SIZE = ">I4I4" -- the first two numbers of TICKET_PRICES
 local TICKET_TOKENS = ">I4" -- the first number of TICKET_PRICES
 local TICKET_FLOW_AT = 18 -- the position of the ticket's flow
 local TICKET_ARRIVAL_AT = TICKET_FLOW_AT + FLOW_BYTES -- the position of its time of arrival (us), as digits
 local TICKET_PLACE_AT = TICKET_ARRIVAL_AT + PLACE_BYTES -- the position of its place in its flow
-local TICKET_OWN_AT = TICKET_PLACE_AT + PLACE_BYTES -- the position of the named workers
+local TICKET_OWN_AT = TICKET_PLACE_AT + PLACE_BYTES -- the position of the prices at named workers
 local TICKET_OWN = ">I4I4" -- a named worker's slot and price (us)
 local OWN_BYTES = 8 -- length of the record of each named worker
-local BARRED_SLOT = ">I4" -- behind the named workers: the slot of each worker that cannot serve the request
+local BARRED_SLOT = ">I4" -- behind the prices of named workers: slot of each worker that cannot serve the request
 local SLOT_BYTES = 4 -- length of each such slot
 local MAKING = "\1" -- last byte of a ticket, only there while a worker is computing half of its prompt or more
 

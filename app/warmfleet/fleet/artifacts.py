@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.workers import Workers
 
 ARTIFACT_LIMIT_BYTES = 128 * 2**20  # largest size of a file; the largest tokenizers have 30 MB
-PIECE_ASKED_OF = 16  # most other servers among whose files a missing piece is looked for
+PIECE_ASKED_OF = 16  # if a server's piece is missing, it is read from the files of at most this many other servers
 EMPTY_EXPIRES_S = 86_400  # time after its server's last renewal at which a stored file expires
 
 
@@ -67,7 +67,7 @@ class Artifacts:
     async def _piece_elsewhere(self, digest: str) -> bytes | None:
         """Read the piece from the files of another server that announces it; None if PIECE_ASKED_OF servers lack it.
 
-        Most servers of a large pool have empty pieces (``background/spare_files``).
+        Of equal files in a large pool, most servers' copies were emptied to save memory (``background/spare_files``).
         """
         for server_id in islice(self._announcing(digest), PIECE_ASKED_OF):
             piece = await self._piece(server_id, digest)
@@ -87,7 +87,7 @@ class Artifacts:
     async def empty(self, server_id: str, digests: Sequence[str]) -> None:
         """Empty a server's pieces to save memory. Their keys stay, so that the server does not store them again.
 
-        If a piece does not expire, nothing is emptied: its server does not renew pieces, so could not restore them.
+        Empties nothing if a piece has no time to live, because its server would not store the piece again.
         """
         if all(await self._of_pieces(server_id, digests, "EXPIRE", EMPTY_EXPIRES_S, "XX")):
             await self._of_pieces(server_id, digests, "SET", b"", "XX", "KEEPTTL")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["started", "finished", "failed", "cancelled", "unsent"]  # unsent: the engine never got the request
 Told = Outcome | Literal["due"]  # due: no first token was reported, but by the engine's speed it must have come
-REAP_AT_ONCE = 512
+REAP_AT_ONCE = 512  # most expired reservations that one call of ``reap`` ends
 URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
@@ -72,9 +72,9 @@ class Question:
     short enough (0: none). limits: of the client, whose tag is then at the end of the reservation's id.
 
     tenant: 8 bytes. waited_ms: time since the request came. barred: ids of workers that can never serve the request.
-    (A worker that is excluded from one decision because it failed a moment ago is not barred, or it could not serve the
-    request's ticket either.) may_wait: False if the request gets no ticket and loses one that it has. displaces:
-    in a full queue the request may take the place of another, if that is fair.
+    (A worker that failed a moment ago is only in exclude: this decision avoids it, a later turn of the request's ticket
+    may use it.) may_wait: False if the request gets no ticket and loses one that it has. displaces: in a full queue the
+    request may take the place of a ticket of the tenant with the most tickets.
     """
 
     reservation: str
@@ -105,7 +105,8 @@ class Decision:
     """The worker of a request, and the load that was booked there.
 
     outcome: ``known`` if this id was booked before; then cost_s, wait_tokens, speculative and flagged are 0.
-    speculative: some matched blocks are still being computed for another request. flagged: the match is a lower bound.
+    speculative: some matched blocks are still being computed for another request. flagged: matched_tokens is uncertain
+    (the search in the index was cut short, or the worker's index may be outdated).
     wait_tokens: prefill tokens ahead of the request when the worker was chosen. trial: the request is the worker's
     trial (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``explain`` was set.
     use: how much of its limits the client uses; None if it has none, or if the id was known.
@@ -137,9 +138,9 @@ class Seen:
 
     context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
     speculative_tokens, load row, cost_s, terms. waits: the request must wait in the queue first. tie_s: the
-    most seconds above the lowest cost that counted as equal. room: if others waited but the request need not, the
-    numbers of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the request must wait,
-    the price of its turn (``Queued.turn_s``), and the number of the row whose worker has this price; else 0.
+    most seconds above the lowest cost that counted as equal. room: if tickets were in the queue, but the request was
+    booked at once, the numbers of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the
+    request must wait, ``Queued.turn_s`` and the number of the row of the worker that it waits for; else 0.
     """
 
     context: tuple[int, int, int, int]
@@ -169,9 +170,9 @@ class Terms:
     (lua/parts/decide/cost_rule.lua).
 
     wait_s: for the work ahead at the worker. compute_s: for the prompt's tokens that the worker must compute. again_s:
-    for those of them that another worker is computing now. leave_s: for tokens that only one other worker holds.
-    evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent share of time
-    in prefill. label_s: for preferred labels that the worker lacks.
+    for those of them that another worker is computing now. leave_s: for those of them that only one other worker has in
+    its cache. evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent
+    share of time in prefill. label_s: for preferred labels that the worker lacks.
     """
 
     wait_s: float
@@ -278,7 +279,7 @@ class Bookings:
     async def settle(self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None) -> str:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
-        A repeated call changes nothing. tokens: to count for a client with limits, besides the prompt's. shortfall:
+        A repeated call changes nothing. tokens: of the answer, counted as used by a client with limits. shortfall:
         corrects the mirror of an approximate worker's cache. Raises FleetUnavailable.
         """
         command = self.settle_command(reservation, outcome, tokens, shortfall)
@@ -314,14 +315,14 @@ class Bookings:
         return b"".join((head, pack_text(reservation), rest, *more))
 
     async def reap(self) -> int:
-        """Give back expired leases, at most REAP_AT_ONCE; returns how many had expired.
+        """End at most REAP_AT_ONCE expired reservations, whose load leaves their workers; return how many had expired.
 
-        Each ``decide`` gives back up to eight; ``reap`` is for a fleet without requests.
+        Each ``decide`` ends up to eight of them, so ``reap`` is for a fleet without requests.
         """
         scripts = self._scripts
         now_ms = int((await scripts.ask("TIME"))[0]) * 1000
         expired: int = await scripts.ask("ZCOUNT", scripts.keys.leases, "-inf", now_ms)
-        # A settle for an unknown id only gives back expired leases.
+        # For an id that was never booked, lua/settle.lua only ends expired reservations.
         for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")
         return expired

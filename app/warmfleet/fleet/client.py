@@ -175,7 +175,7 @@ def asked(
     def take(answer: Any, error: WarmfleetError | None) -> None:
         try:
             _resolve(future, None if error is not None else read(answer), error)
-        except Exception as unreadable:  # noqa: BLE001  a user that may write can write anything
+        except Exception as unreadable:  # noqa: BLE001  the stored value may be malformed
             future.set_exception(unreadable)
 
     redis.multiplexed.send(None, command, limit_s, take)

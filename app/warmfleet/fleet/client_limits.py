@@ -80,7 +80,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit headers of OpenAI's API; as requests, those in flight count. use: None: unknown."""
+        """Return OpenAI's x-ratelimit headers; those for requests tell the requests in flight. use: None: unknown."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (
@@ -108,9 +108,9 @@ KEEP_AT_ONCE = 200  # most requests in one call of lua/client.lua
 
 
 class ClientCounts:
-    """Calls to the one pool that counts for a client, whichever pools serve the client's requests.
+    """Counts a client's requests and tokens in one pool of the model, though all pools may serve the requests.
 
-    name: a reservation's id with the tag of its client at the end.
+    name: a reservation's id with the tag of its client at the end. ``scripts`` runs on the keys of that one pool.
     """
 
     def __init__(self, scripts: Scripts) -> None:
@@ -122,11 +122,11 @@ class ClientCounts:
         self._scripts.send("client", command, self._scripts.timeouts.request_s, on_answer)
 
     async def keep(self, names: Sequence[str]) -> None:
-        """Renew the counts of at most KEEP_AT_ONCE requests. Sent before the first await. Raises FleetUnavailable."""
+        """Keep at most KEEP_AT_ONCE requests counted as in flight for one more lease. Raises FleetUnavailable."""
         await self._scripts.call("client", self._command("keep", *names), self._scripts.timeouts.upkeep_s)
 
     def end(self, name: str, tokens: int, on_answer: OnAnswer) -> None:
-        """End a request's count. tokens: to count as used besides the prompt's. A repeated call changes nothing."""
+        """End a request's count as in flight, and count its answer's ``tokens``. A repeated call changes nothing."""
         command = self._command("end", name, tokens)
         self._scripts.send("client", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 

@@ -35,10 +35,10 @@ class Standing(IntEnum):
 
 
 class Mark(StrEnum):
-    """Marks in names: the first character of a reservation's random part, and the last of a field of ``x:<hash>``."""
+    """Marks: the character behind ``wf-`` in a reservation's id, or the last one of a field of ``x:<block hash>``."""
 
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
     SEVERAL_PROMPTS = "-"  # a reservation of several prompts: each prefill gives back its share of the booked tokens
     ESTIMATED = "_"  # a reservation of a prompt whose token ids are not known: its match is not compared
-    MAKER = "+"  # a field that names the reservation whose block hashes lead to the next checkpoint
-    TRAIL = "="  # a field that holds the hashes up to the next checkpoint, of an approximate worker's guessed cache
+    MAKER = "+"  # field of a block hash: a reservation whose chain has the hashes between this and the next such block
+    TRAIL = "="  # field of a block hash: hashes between this and the next such block, in a worker's guessed cache

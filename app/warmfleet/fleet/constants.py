@@ -11,8 +11,7 @@ from warmfleet.fleet.connection.packing import pack, pack_int
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Version of the packed record, raised when a field changes. lua/parts/shared/constants.lua refuses every other
-#: version.
+#: Version of the packed record, raised when a field changes. Scripts refuse a record of every other version.
 VERSION = 4
 #: The packed fields in order, as lua/parts/shared/constants.lua names them; the number of label prices comes last.
 FIELDS = (
@@ -41,12 +40,12 @@ class Weights:
     """The weights of the cost rule (lua/parts/decide/cost_rule.lua), and two bounds on the matching of prefixes."""
 
     lambda_: float = 2.0  # weight of an uncached token while no worker is idle, as its prefill delays other requests
-    kappa: float = 2.5  # weight of a token that another worker is computing now; with less, over two compute a prefix
+    kappa: float = 2.5  # weight of a token that another worker is computing now; with less, over two workers compute it
     pressure_price: float = 2.0  # weight of expected evictions; at 0 all sessions of one system prompt share a worker
     decode_s_per_token: float = 1e-7
     wait_price: float = 1.5  # weight of a prefill token ahead, as a request that joins a line delays later ones
-    stay: float = 2.0  # weight of a token that only another worker holds, as a session that moves leaves it behind
-    place: float = 3.0  # weight of a prompt token at a worker that is always in prefill, as sessions come back
+    stay: float = 2.0  # weight of a token in one other worker's cache only, as a session that moves must recompute it
+    place: float = 3.0  # weight of a prompt token at an always busy worker, as the session's next turns go there, too
     max_probes: int = 64  # most Redis calls in one decision to find how much confirmed prefix the workers hold
     min_match_tokens: int = 0  # least tokens by which a match must exceed the shortest one to count as longer
 
@@ -58,10 +57,10 @@ class Spans:
     lease_ms: int = 30_000  # replicas renew leases every 10 s, so two renewals may be lost
     worker_ttl_ms: int = 15_000
     tombstone_ms: int = 60_000
-    #: A ticket is renewed every 0.2 s, and later while polls are slow (routing/tickets). A replica that stalls longer
-    #: than this gets new tickets, placed by arrival.
+    #: Lifetime of an unrenewed ticket. Replicas renew every 0.2 s, more rarely if Redis is slow (routing/tickets). If a
+    #: replica stalls for longer, its requests get new tickets, at their old places by time of arrival.
     ticket_ms: int = 1_000
-    linger_ms: int = 500  # time for which a finished request's blocks count unreported; reports take up to 0.2 s
+    linger_ms: int = 500  # time for which a finished request's blocks count until the engine reports them
 
 
 #: Time within which later, smaller requests may overtake a request, as a multiple of its own prefill time. With 1, a
@@ -73,7 +72,7 @@ QUEUE_PATIENCE = 1.0
 class QueueLimits:
     """Limits of the fleet-wide queue of one pool; each pool has a queue of its own."""
 
-    max_engine_wait_s: float = 0.0  # most seconds of booked prefill at a worker that has room; 0: no queue
+    max_engine_wait_s: float = 0.0  # a worker has room below this many seconds of booked prefill; 0: no queue
     tickets: int = 1_024  # most tickets in the queue at a time, of all replicas together
     patience: float = 0.0  # as QUEUE_PATIENCE: small work goes first; 0: order of arrival
 
@@ -82,8 +81,8 @@ class QueueLimits:
 class Constants:
     """The constants of one pool in this replica, in their packed forms, too.
 
-    block_tokens: scheme id -> tokens in a block, to size caches in tokens. label_prices: slot -> seconds that the
-    worker costs more because it lacks preferred labels. packed: the argument ``constants`` of the scripts;
+    block_tokens: scheme of block hashes -> tokens in a block. label_prices: slot (index number of a worker) -> seconds
+    by which its cost is raised because it lacks preferred labels. packed: the argument ``constants`` of the scripts;
     argument: ``packed`` in Redis' protocol. settle_spans: tombstone_ms and linger_ms for settle, in Redis' protocol.
     Raises struct.error or OverflowError for a number that does not fit.
     """

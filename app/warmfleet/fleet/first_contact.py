@@ -28,7 +28,7 @@ logger = logging.getLogger("warmfleet.fleet")
 
 OLDEST = (7, 0)  # oldest version of Redis with selectors for users and EVAL_RO
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-LOG_EVERY_S = 60.0  # time between two equal log lines, long enough for logs/folding to pass both
+LOG_EVERY_S = 60.0  # time between two equal log lines; logs/folding drops a line repeated within 60 s
 _CONNECTING = re.compile(r"Error (-?\d+) connecting to \S+\. ")  # redis-py names the address once more
 THEN = "No request can be served before it does; trying again at least every 2 s."
 

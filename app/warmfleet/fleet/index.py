@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Scripts
     from warmfleet.fleet.workers import WorkerView
 
-LAGS_AT_ONCE = 64
-HOLDS_AT_ONCE = 512
-FILLING = "join"  # cause of a new incarnation's first snapshot: its index is empty, so no divergence is counted
+LAGS_AT_ONCE = 64  # streams that one call of lua/lag.lua looks at
+HOLDS_AT_ONCE = 512  # block hashes in one SMISMEMBER
+FILLING = "join"  # ``WorkerTruth.cause`` after a join, until the first snapshot: the index is empty, but not wrong
 _DIGEST_COUNT = struct.Struct(">I")
 
 
@@ -26,8 +26,8 @@ class WorkerTruth:
     """The differences between one worker's index and its engine's block table.
 
     lag_batches, lag_s: entries of its stream that no replica has applied, and the age of the oldest. digest_age_s:
-    seconds since a digest was last compared; None: never. cause: why a snapshot is awaited; empty while no difference
-    is known. found, healed: numbers of differences so far. resyncs: snapshots that became the index, by cause.
+    seconds since checksums of both were last compared; None: never. cause: why the engine shall send all its blocks (a
+    snapshot); empty: no difference is known. found, healed: differences so far. resyncs: finished snapshots by cause.
     """
 
     lag_batches: int = 0
@@ -45,10 +45,10 @@ class WorkerTruth:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The index of one model.
+    """The size of the index of one pool, and how far it differs from the engines' block tables.
 
-    entries: (block, worker) pairs. retired_slots: slots whose entries are still to be removed. counts: the counters of
-    lua/README.md. workers: by worker_id, without approximate workers.
+    entries: pairs of a cached block and a worker. retired_slots: former index numbers of workers whose entries are not
+    removed yet. counts: by event, see lua/README.md. workers: by worker_id, only those whose engines report blocks.
     """
 
     entries: int = 0
@@ -78,7 +78,7 @@ class Index:
         self._scripts = scripts
 
     async def holds(self, slot: int, hashes: Sequence[bytes]) -> list[bool]:
-        """Read for each of these 8-byte hashes whether the index has it for ``slot``. Raises FleetUnavailable."""
+        """Read for each 8-byte block hash whether the worker numbered ``slot`` caches it. Raises FleetUnavailable."""
         answer: list[bool] = []
         with redis_errors():
             for start in range(0, len(hashes), HOLDS_AT_ONCE):
@@ -90,7 +90,7 @@ class Index:
         return answer
 
     async def counts(self) -> dict[str, int]:
-        """Read the fleet-wide counters of protocol events."""
+        """Read how often each event of the protocol between plugin and scripts has happened (lua/README.md)."""
         with redis_errors():
             found = await cast("Awaitable[dict[bytes, bytes]]", self._scripts.redis.hgetall(self._scripts.keys.counts))
         return {name.decode(): int(value) for name, value in found.items()}

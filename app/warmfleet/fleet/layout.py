@@ -42,7 +42,7 @@ def _format(letters: str) -> str:
 
 
 def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names made of a record's packed numbers, with values. positions: the prefix of names of positions."""
+    """Yield the Lua constants of a packed record: formats ``<record>_<field>``, positions ``<positions><field>_AT``."""
     names, letters = [name.upper() for name in numbers], "".join(numbers.values())
     for first, name in enumerate(names):
         yield f"{positions}{name}_AT", str(1 + calcsize(">" + letters[:first]))
@@ -55,7 +55,7 @@ def _record(record: str, numbers: Mapping[str, str], positions: str = "") -> Ite
 
 
 def _of_routers() -> Iterator[tuple[str, str]]:
-    """Yield the names that routers and scripts share, with their values."""
+    """Yield name and value of each Lua constant that is made from a declaration in Python."""
     yield from _record("ROW", numbers_of(LoadRow))
     letters = ">"
     for place, (name, letter) in enumerate(numbers_of(LoadRow).items(), 1):

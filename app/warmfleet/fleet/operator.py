@@ -29,7 +29,7 @@ class OperatorKeys:
         return asked(self._redis, pack_command("SMEMBERS", self._approved), _digests)
 
     async def approve(self, digests: Iterable[str]) -> None:
-        """Add templates, named by their sha256."""
+        """Approve the chat templates with these sha256 digests."""
         with redis_errors():
             await self._redis.sadd(self._approved, *digests)
 

@@ -94,7 +94,6 @@ class PoolRegistry:
             await self._redis.hdel(self._pools, tag)
 
     async def close(self) -> None:
-        """Close the Redis client."""
         await self._redis.aclose()
 
     async def placements(self) -> dict[str, Placement]:

@@ -22,7 +22,7 @@ class Proof:
     """The result of a probe. word: as lua/prove.lua takes it. reason: a sentence. cause: a word for counters.
 
     probed_ms: ``probed`` in the record before the probe, 0 if it had none; None: the result counts in any case.
-    owner: the owner of the warming that this result ends.
+    owner: the replica that has warmed the worker's cache up, which this result ends; empty: none.
     """
 
     word: str
@@ -39,7 +39,7 @@ class Probes:
         self._scripts = scripts
 
     async def await_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """Let apply note from now on which of these blocks the worker's stream reports, even if evicted soon after.
+        """Store these block hashes; lua/apply.lua deletes each when the engine reports it, even if evicted soon after.
 
         Two probes of one worker do not disturb each other: their prompts are random, so their blocks differ. End with
         ``await_no_blocks``; if this replica dies, the awaited hashes expire. Raises FleetUnavailable.

@@ -24,8 +24,8 @@ class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
     waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute what it does not hold of these
-    tickets' prompts. turn_s: price of the turn, at the worker that the request waits for, by which a router compares
-    pools (lua/parts/decide/wait_turn.lua). matched_tokens: tokens of the prompt that this worker holds.
+    tickets' prompts. turn_s: predicted seconds to first token at the worker that the request waits for, waiting counted
+    half, for a comparison of pools (lua/parts/decide/wait_turn.lua). matched_tokens: of the prompt, at that worker.
     """
 
     outcome: Literal["queued", "full", "displaced"]

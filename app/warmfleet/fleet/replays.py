@@ -30,7 +30,7 @@ NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of a replay: the worker, why (one word), the predicted cost as text, and the match."""
+    """The worker that a replay chose, why (one word), its predicted cost as text, and the cached tokens it has."""
 
     worker_id: str
     why: str

@@ -54,7 +54,6 @@ class Announcement:
     minute: LastMinute = field(default_factory=LastMinute)
 
     def pack(self) -> bytes:
-        """Return the record as JSON."""
         return orjson.dumps(asdict(self), option=orjson.OPT_NON_STR_KEYS)
 
 

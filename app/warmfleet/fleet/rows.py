@@ -17,7 +17,7 @@ I32: TypeAlias = Annotated[int, "i"]
 U16: TypeAlias = Annotated[int, "H"]
 U8: TypeAlias = Annotated[int, "B"]
 
-JUDGED = 2**31  # added to matched_tokens in a packed lease once its match was compared; no prompt is that long
+JUDGED = 2**31  # added to a lease's matched_tokens once the engine has told the cached number; no prompt is so long
 
 
 def numbers_of(record: type) -> dict[str, str]:
@@ -88,7 +88,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reservation: its share of its worker's load, and its checkpoints (block hashes at which ``x:`` counts it).
+    """A reservation: its load, and its checkpoints (hashes of its prompt's blocks whose keys ``x:`` count its worker).
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).
@@ -100,7 +100,7 @@ class Lease:
     prefill_tokens: U32  # prompt tokens that are still booked as to be computed
     decode_tokens: U32  # tokens that it adds to the cache
     matched_tokens: U32  # predicted match in tokens; once compared with the engine's: the cached tokens, plus 2**31
-    prompt_tokens: U32  # prompt's length; 0: a replica that does not know it booked the reservation anew
+    prompt_tokens: U32  # prompt's length; 0: unknown, because Redis lost this lease and a replica rebuilt it
     stage: U8  # how far it has come: Stage
     worker_id: str
     checkpoints: tuple[bytes, ...] = ()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.fleet.upkeep")
 
-SNAPSHOT_SHARE = 0.25  # the least share of a tick's granted time for streams of workers that send a snapshot
+SNAPSHOT_SHARE = 0.25  # least part of a tick's granted time for streams with a snapshot (all blocks of an engine)
 AWAITED_STREAMS = 128  # most streams in one XREAD; with more, a heartbeat comes at once, so waiting is useless
 
 
@@ -35,7 +35,7 @@ class Pace:
     """Limits of upkeep, by which no single call takes Redis longer than about half a millisecond."""
 
     min_gap_ms: int = 25  # least time between two ticks of the whole fleet
-    rest_gap_ms: int = 600  # min_gap_ms for replicas in which the model is at rest
+    rest_gap_ms: int = 600  # min_gap_ms for replicas at rest (no recent request for the model)
     ttl_ms: int = int(WORKER_TTL_SECONDS * 1000)
     forget_ms: int = 600_000  # silence after which a worker is forgotten
     max_streams: int = 64  # most streams that one tick looks at
@@ -51,7 +51,7 @@ class Pace:
     call_us: int = 40  # estimated Redis time in us per call; below: per entry, per block
     entry_us: int = 15
     block_us: float = 2.0  # measured: 1.7 to 2.0 us with warm CPU caches
-    collects: int = 8  # usual calls of collect in one step; more if many slots are retired
+    collects: int = 8  # usual calls of collect in one step; more if many slots wait for the removal of their entries
     audit_blocks: int = 128  # most block hashes that audit compares in one call
     audit_gap_ms: int = 25  # least time between two audits of the fleet, so that a walk takes 1 % of Redis' time
 
@@ -60,10 +60,11 @@ class Pace:
 class Tick:
     """The result of a tick.
 
-    ran: False if another replica's tick was too recent; then only grace and short have values. grace: no worker expires
-    now. short: memory is short, so no block is inserted. retired: number of slots to collect. backlog: streams that are
-    not empty (``events:<worker_id>``, ``server:<server_id>``). snapshots: streams of workers that send a snapshot.
-    forget: workers that are due to be forgotten. granted_us: Redis' time in us that this replica may take to apply.
+    ran: False if another replica's tick was too recent; then only grace and short are set. grace: silent workers do not
+    expire now (all routers were away). short: Redis is short of memory, so no block is inserted. retired: number of
+    slots whose index entries are to be removed. backlog: streams that are not empty (``events:<worker_id>``,
+    ``server:<server_id>``). snapshots: streams of workers that send all their blocks. forget: workers to be deleted.
+    granted_us: Redis' time in us that this replica may take to apply.
     """
 
     ran: bool
@@ -94,8 +95,8 @@ class Applied:
 class Step:
     """The result of one step of upkeep.
 
-    blocks: number that was applied. busy: a further step is due soon, as work is left or blocks were applied. stirred:
-    workers sent more than heartbeats.
+    blocks: number of block hashes that were applied. busy: call ``step`` again soon, as work is left or blocks were
+    applied. stirred: workers sent more than heartbeats.
     """
 
     blocks: int
@@ -105,7 +106,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The result of one call of ``audit``: blocks compared, whether they differ, whether a walk is under way."""
+    """The result of one call of ``audit``. walking: some worker has been compared in part."""
 
     blocks: int
     differs: bool
@@ -113,7 +114,7 @@ class Audited:
 
 
 class Upkeep:
-    """Every method but ``step`` is one script (``apply``: two at most). All raise FleetUnavailable.
+    """Calls of the upkeep scripts: each method but ``step`` calls one (``apply``: two). All raise FleetUnavailable.
 
     last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
     suspected: set when this replica's call of apply has made a worker suspected, so that a probe is due.
@@ -203,12 +204,12 @@ class Upkeep:
         return Applied(entries, 0, bool(more), self._cost_us(1, entries, 0))
 
     async def collect(self, max_blocks: int | None = None) -> tuple[int, int]:
-        """Remove entries of retired slots; return (number of removed entries, number of slots left)."""
+        """Remove index entries of former incarnations of workers; return (removed entries, incarnations left)."""
         removed, left = await self._upkeep("collect", max_blocks=max_blocks or self.pace.max_blocks)
         return removed, left
 
     async def audit(self, interval_s: float) -> Audited:
-        """Compare a piece of one worker's index with its digest; each worker is compared every ``interval_s``."""
+        """Compare a piece of one worker's index with its checksums, so that all are compared every ``interval_s``."""
         blocks, differs, walking = await self._upkeep(
             "audit",
             max_blocks=self.pace.audit_blocks,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet.client import Scripts
 
-SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes, as between heartbeats
+SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes; a heartbeat's interval
 
 Vouched = Literal["VOUCHED", "RENEWED", "REFUSED"]
 Verdict = Literal["EJECTED", "READMITTED", "REFUSED", "SAME"]
@@ -68,7 +68,7 @@ class WorkerView:
     is None if the worker left or was never heard. ``proof`` is the result of the last probe, or "approximate"
     for a worker that is not probed; ``state`` says whether requests may go to the worker. ``probed_age_s`` is the age
     of that result; None without one, or if the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its
-    API server. ``vouched_age_s`` is the time since a replica last vouched for the worker; None if none did.
+    API server. ``vouched_age_s`` is the time since a replica last called ``vouch`` for it; None if none did.
     ``told_age_s`` is the time since a check last read the load of an approximate worker from its metrics.
     """
 
@@ -114,7 +114,7 @@ class WorkerView:
 
     @property
     def heard(self) -> bool:
-        """Whether the worker's last heartbeat is recent, or replicas vouch for the worker."""
+        """Whether the last heartbeat is recent, or a replica has reached the engine over HTTP instead (``vouch``)."""
         return heard(self.heartbeat_age_s) or bool(self.load.flags & Flag.UNHEARD)
 
     @property
@@ -243,7 +243,7 @@ class Workers:
         return Registered(slot, in_flight, cast("Registration", word.decode()))
 
     async def vouch(self, worker_id: str, nonce: str) -> Vouched:
-        """Vouch for a worker whose engine answers without heartbeats, so that it stays routable for a TTL.
+        """Keep a worker without heartbeats routable for a TTL, because its engine answers this replica over HTTP.
 
         Returns REFUSED if the worker joined anew (with another nonce), left, or must not be vouched for
         (lua/vouch.lua). Raises FleetUnavailable.

@@ -74,6 +74,6 @@ class CacheReports:
 
 
 def _chain(view: View, prompt: IdentifiedPrompt, worker_id: str) -> Chain | None:
-    """Return the chain by which the decision matched this worker; None if the worker left the fleet meanwhile."""
+    """Return the block hashes by which the decision matched this worker; None if the worker has left the fleet."""
     schemes = [worker.load.scheme for worker in view.workers if worker.worker_id == worker_id]
     return next((chain for chain in prompt.chains if chain.scheme_id in schemes), None)

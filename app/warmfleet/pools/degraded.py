@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.pools.degraded")
 
 BOUND = 1.25  # most requests in flight at a worker, as a multiple of the mean
-FAILURES_TO_OPEN = 2
+FAILURES_TO_OPEN = 2  # failed questions in a row after which Redis is not asked for a while
 #: Time until an emptied Redis has routable workers again: 5 s until workers join, 1 s until they are read, 5 s for each
 #: of two probes, and a reserve.
 LAST_KNOWN_S = 20.0
-LOOK_S = 1.0
+LOOK_S = 1.0  # least time between two calls of ``look``, and its longest duration
 
 
 class LastKnown:
     """The workers to choose from while Redis makes no decision.
 
-    The workers come from the last reading with a routable worker, unless all readings of the last LAST_KNOWN_S had no
-    routable worker, and none of these workers has answered a health check in that time. Only time with Redis counts:
-    when Redis comes back empty or from an old dump, no worker is routable until heartbeats and probes come again.
+    These are the workers that Redis had when last a worker was routable. After LAST_KNOWN_S in which Redis answered but
+    had no routable worker, and no missing worker answered a health check, they are those that Redis has now. The delay
+    is for a Redis that came back empty or with old data, until heartbeats and probes make workers routable.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -113,7 +113,7 @@ class LastKnown:
 
 
 class DegradedMode:
-    """Chooses workers without Redis, by the number of this replica's own requests there; tells whether to ask Redis."""
+    """Chooses workers without Redis, by a prompt's hash and this replica's own load; tells whether to ask Redis."""
 
     def __init__(self, retry_s: float, tag: str = "") -> None:
         """retry_s: seconds without a question to Redis after two failures in a row. tag: the pool's, for the log."""
@@ -129,7 +129,6 @@ class DegradedMode:
         self.in_flight[worker_id] = self.in_flight.get(worker_id, 0) + 1  # a Counter's own default is slow
 
     def give(self, worker_id: str) -> None:
-        """Count one request less at the worker."""
         left = self.in_flight[worker_id] - 1
         if left > 0:
             self.in_flight[worker_id] = left

@@ -27,18 +27,18 @@ logger = logging.getLogger("warmfleet.pools.engine_lead_time")
 SAMPLES = 32  # number of the last latency samples that count
 LOOK_EACH = 8  # number of samples after which the limit is computed again
 LONGEST_PREFILL_S = 0.2  # longest prefill of a sample: with a longer one an error of the speed outweighs the latency
-WAYS = 2  # booked prefill, as a multiple of the latency: while a request is on its way, another is in the engine
-STEPS = 16  # booked prefill, as a multiple of a step's least duration, so that this is a small share of the time
-MOST_STEPS, WAITING_SHARE = 64, 0.5  # booked prefill, as a share of the queue's work, up to 64 least durations
+WAYS = 2  # least limit, in latencies of a request: one prefill runs while the next request is on its way
+STEPS = 16  # least limit, in least durations of an engine step: full steps make that fixed time a small share
+MOST_STEPS, WAITING_SHARE = 64, 0.5  # least limit: half of the queue's work, but 64 least step durations at most
 MARGIN_S = 0.01  # time from a ticket's turn until its replica asks for the decision
 STEP_S = 0.01  # unit in which the limit changes, so that it does not follow every sample
 MOST_S = 0.5  # highest limit: a longer latency means an engine in trouble; a higher limit would undo the queue's order
 
 
 class EngineLeadTime:
-    """The limit of prefill booked at engines of one model, from this replica's latency and the engines' step durations.
+    """Computes how many seconds of prefill may be booked at an engine, by this replica's latency and engine step times.
 
-    Raises ``max_engine_wait_s`` of its fleet while that is too low, but not above ``objective_s`` (0: none).
+    While ``max_engine_wait_s`` of the fleet is too low, this sets it higher, to ``objective_s`` at most (0: no bound).
     """
 
     def __init__(self, fleet: Fleet, objective_s: float) -> None:

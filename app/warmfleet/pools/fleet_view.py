@@ -1,4 +1,4 @@
-"""The workers of one model as they were last read, with the look-ups of the request path prepared."""
+"""The workers of one pool as they were last read, with tables of all that a request looks up about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SCHEMES = 4  # most schemes of block hashes whose chains a decision (lua/dec
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The workers of one model at one reading, with tables made from them.
+    """The workers of one pool as one reading of Redis found them, with tables made from them.
 
     identity: how prompts become token ids; None until it is loaded. hashers: one for each scheme in use. text: whether
     the tokenizer of some worker is not known, so that its prompts are matched by their text. reference: a worker with
@@ -99,9 +99,9 @@ class View:
     def remembering(self, before: View) -> View:
         """Return this view; if it has no routable worker, it identifies prompts as the view ``before`` does.
 
-        A decision may choose a worker that was not routable at its replica's last reading: after Redis came back empty
-        and the worker was proved again, or from an old dump, while no worker counts as dead (lua/tick.lua). Without
-        block hashes such a decision would match nothing. The first reading with a routable worker ends this.
+        After Redis came back empty or with old data, a worker may become routable in Redis before this replica reads
+        the workers again. A decision may then choose that worker, and without block hashes would find none of its
+        cached blocks. The first view with a routable worker ends this.
         """
         if any(worker.routable for worker in self.workers):
             return self

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain
 
-HOME_PREFIX_TOKENS = 1_024  # first depth: most system prompts are shorter, and conversations soon longer
+HOME_PREFIX_TOKENS = 1_024  # length of the first beginning tried as key: longer than most system prompts
 DIGEST_BYTES = 8  # length of a digest by which pools are ordered
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 
 
 def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
-    """Return the tags of pools, the home pools of this key first. weights: by tag, above 0."""
+    """Return the tags of pools in the key's order of preference (rendezvous hashing). weights: by tag, above 0."""
 
     def late(tag: str) -> float:
         digest = hashlib.sha256(key + tag.encode()).digest()[:DIGEST_BYTES]
@@ -42,9 +42,9 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 
 HASH_BYTES = 8  # length of a block hash in a chain
-HOT = 0.5  # count above which a beginning is hot, as a share of an average pool's conversations
-DEEPER = 4  # divisor: the next depth is a quarter deeper; a depth twice as deep would exceed many prompts
-COOL = 0.5  # count below which a hot beginning may be a key again, as a share of the count that makes it hot
+HOT = 0.5  # a beginning is too common for a key with over this share of an average pool's conversations (hot)
+DEEPER = 4  # the next beginning tried is longer by a quarter; one twice as long would exceed many prompts
+COOL = 0.5  # a hot beginning may be a key again below this share of the count that made it hot
 LEAST = 8.0  # fewest conversations by which a beginning can be hot
 WINDOW = 512  # number of prompts after which all counts are halved, which also bounds their number
 FORGOTTEN = 0.5  # largest halved count that is dropped
@@ -52,7 +52,7 @@ MAX_DEPTHS = 24  # most depths at which a prompt is looked at; the last is 200 t
 
 
 class Beginnings:
-    """The latest conversations of one served model, by their beginnings."""
+    """Counts how many of the latest conversations with one model share each beginning."""
 
     def __init__(self) -> None:
         self._counts: dict[bytes, float] = {}  # last block hash of a beginning -> number of conversations

@@ -57,8 +57,8 @@ class OpenReservations:
     def keep_outcome(self, reservation: str, outcome: Outcome) -> None:
         """Remember an outcome that Redis did not take, so that a background round repeats it for KEPT_S.
 
-        An open reservation is skipped: a request that waits in another pool may be booked here a second time under the
-        same id, and then the outcome belongs to the first booking.
+        Nothing is kept if the reservation is open: the request was then booked here a second time under the same id,
+        and the outcome belongs to its first booking.
         """
         if reservation not in self._open and len(self._outcomes) < MAX_OUTCOMES:
             self._outcomes[reservation] = outcome, time.monotonic() + KEPT_S

@@ -64,7 +64,7 @@ class ServedModel:
             pool.draining = pool.tag in tags
 
     def succeed(self, before: ServedModel) -> None:
-        """Take over from ``before``, the same model with other pools, what is known about prompts."""
+        """Take over the counts of prompts' beginnings from ``before``, the same model with other pools."""
         self._beginnings = before._beginnings
 
     @property
@@ -81,7 +81,7 @@ class ServedModel:
 
     @property
     def reference(self) -> Pool:
-        """The pool by whose workers prompts are identified first: a usable pool, if the model has any."""
+        """The pool whose tokenizer makes a prompt's token ids first: a usable pool, if the model has any."""
         *others, last = self.pools
         for pool in others:
             if pool.usable:
@@ -101,7 +101,7 @@ class ServedModel:
         """Return the pools in which a request looks for a worker, its two home pools first; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
-        counted: whether the prompt counts as a use of its beginning.
+        counted: False for a prompt that is only explained, so must not change which beginnings count as common.
         """
         able = self.pools
         if model and model != self.name:
@@ -126,7 +126,7 @@ class Pools:
         names = dict.fromkeys(pool.name for pool in self.all)
         self.served = {name: ServedModel(name, self.named(name)) for name in names}
         self.leaving: tuple[Pool, ...] = ()
-        self._contacted = False  # set once and never cleared, as pools keep their readings
+        self._contacted = False  # every model was read from Redis once; an outage later keeps the last readings
         self._first_reading_until: float | None = None
         self._ready_at = float("inf")
 
@@ -163,7 +163,7 @@ class Pools:
     def moved(self, pool: Pool, workers: Iterable[WorkerView]) -> dict[str, str]:
         """Return worker_id -> tag of the pool, for each of these workers that is silent here but heard in another pool.
 
-        In pools of other models only engines without the plugin count, known by URL: others have an equal id by chance.
+        Pools of other models count only for engines without the plugin, whose id is their URL: other ids may be equal.
         """
         silent = {(worker.worker_id, worker.approximate) for worker in workers if not worker.heard}
         others = [other for other in self.all if other is not pool] if silent else []
@@ -251,10 +251,7 @@ class Pools:
         raise self.not_found(model, allowed)
 
     async def _first_reading(self) -> None:
-        """Wait until every pool was read, or until FIRST_READING_S have passed since the first request came.
-
-        Returns at once if every model was read before.
-        """
+        """Wait until every pool was read once, or until FIRST_READING_S have passed since the first request came."""
         self._contacted = self.contacted
         if self._contacted:
             return

@@ -21,7 +21,7 @@ SHOWN_CHARACTERS = 80  # most characters of each shown name
 
 
 class _Group(NamedTuple):
-    """Workers with equal names. models: names and aliases. loras: path by name. proved: the names may be used."""
+    """Workers with equal names. models: names and aliases. loras: path by name. proved: a probe reached the workers."""
 
     models: frozenset[str]
     loras: Mapping[str, str]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
-GAP_S = WORKER_TTL_SECONDS / 2  # shortest outage of Redis that counts as a gap; heartbeats come every third of a TTL
+GAP_S = WORKER_TTL_SECONDS / 2  # time without a reading after which workers may only seem silent, so none is lost
 STILL_S = 30.0  # silence after which an engine counts as hung; a long prefill without chunks takes seconds
 
 

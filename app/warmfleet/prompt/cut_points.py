@@ -24,7 +24,7 @@ GRID = 1_024  # fewest characters of a piece
 WINDOW = 65_536  # most characters searched in one call, which holds the interpreter lock for 1 ms
 MAX_SEPARATORS = 16  # most separators that are searched for: hundreds would make the search slow
 CHECKS = 1_000  # number of texts on which each rule is tried
-#: Parts of a pre-tokenizer's pattern that may look to the left of a match. Character classes are taken out before.
+#: Regular expression syntax that looks to the left of a match. Character classes are removed before the search.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[bBAGKZz]|\^|\$")
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _LETTER_SPACE = re.compile("[A-Za-z][ \u0120\u2581]")
@@ -33,7 +33,10 @@ _LETTER = re.compile("[A-Za-z]")
 
 
 class Cuts:
-    """The rules that hold for one tokenizer. Every piece but the last has at least ``grid`` characters."""
+    """Cuts texts for one tokenizer, at its ``separators`` and, with ``spaces``, before spaces.
+
+    Every piece but the last has at least ``grid`` characters.
+    """
 
     def __init__(self, separators: Sequence[str], *, spaces: bool, grid: int = GRID) -> None:
         self.separators, self.spaces, self.grid = tuple(separators), spaces, grid
@@ -42,9 +45,9 @@ class Cuts:
         self._longest = max(map(len, ("a ", *separators)))
 
     def next(self, text: str, start: int) -> tuple[int, int] | None:
-        """Return (end of the piece from ``start``, end of the text that decides this end); None for the last piece.
+        """Return (end of the piece from ``start``, how far the text was read to find it); None for the last piece.
 
-        The end depends only on the text before the second number, so texts that begin alike are cut alike.
+        Texts that are equal up to the second number have the same piece.
         """
         if len(text) < start + self.grid:
             return None
@@ -99,9 +102,9 @@ class Facts:
         return cls(hard, _spaces_are_safe(tokenizer, added), tuple(token.content for token in added))
 
     def cuts(self, template: str, encode: Callable[[str], Sequence[int]]) -> Cuts:
-        """Return the rules that this tokenizer passes. Takes some 20 ms.
+        """Return the cuts that leave the ids of all sample texts as they are. Takes some 20 ms.
 
-        template: the source of the chat template. encode: text → ids without the special tokens around it.
+        template: source of the chat template; separators occur in it. encode: text → ids, no special tokens around.
         """
         separators = [token for token in self.hard if token in template and not self._overlapped(token)]
         separators = separators[:MAX_SEPARATORS]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
 #: ``none``: the engine computes no prompt at all.
 Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
-#: The content of a good answer in JSON: one object; one JSON value; or anything, such as values that a client reads one
-#: by one as they come.
+#: The content of a good answer in JSON: one object; one value of any type; or anything, such as a stream of values.
+#: An answer of other content counts as the engine's fault.
 Answer = Literal["object", "value", "any"]
 
 
@@ -107,7 +107,7 @@ NEVER = frozenset(
         "/v1/realtime",
     }
 )
-#: Paths below which no path passes, either.
+#: Paths that begin like this go to no engine, either, whatever the operator's patterns allow.
 NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
 #: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
 SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"

@@ -33,7 +33,7 @@ NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and h
 PIECE_BYTES = 260  # bytes of Python objects per piece
 HASHER_BYTES = 90  # bytes of Python objects per node or piece, and hasher
 TOKEN_BYTES = 11  # bytes per token, for its id, and for the digits of the id once a request needed them
-ENDING_BYTES = 600  # bytes of Python objects per ending
+ENDING_BYTES = 600  # bytes of Python objects per Ending (a prompt's text behind its last piece)
 MAX_ENDING = 2_048  # most characters of an ending that is kept; only texts with few places to cut have longer endings
 ONE_PROMPT = 4  # divisor of ``limit_bytes``: a single prompt may fill a fourth of the trie
 
@@ -230,9 +230,9 @@ class Prompt:
 
 @dataclass(slots=True)  # never changed, but not frozen, for the same reason as Prompt
 class Reading:
-    """How a text becomes ids and hashes. Prompts share pieces only if their readings have the same ``key``.
+    """How a text becomes token ids and block hashes. Prompts share nodes only if their readings have the same ``key``.
 
-    name: tells apart readings (by tokenizer and cut rules) that may share no pieces. encode: text → ids without
+    name: stands in the key for the tokenizer and the cut rules. encode: text → ids without
     special tokens. prefix, suffix: the special tokens around them. key: of this reading's root in the trie.
     """
 

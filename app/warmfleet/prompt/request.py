@@ -61,7 +61,7 @@ _MAY_HAVE_NUMBERS = frozenset(NOT_ONLY_TEXT)
 _ARGUMENTS = frozenset(
     {"chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message", "documents"}
 )
-# A body without any of these fields needs no look at them.
+# If a body has none of these fields, ``from_dict`` skips all checks of them.
 _ASKS_FOR_MORE = (
     _MAY_BE_UNFORESEEN
     | _MAY_BE_REFUSED
@@ -360,7 +360,7 @@ def _unforeseen(endpoint: Endpoint, data: dict[str, Any]) -> str:
 
 
 def _read_prompts(request: Request, data: dict[str, Any]) -> None:
-    """Read the prompts of a completion. Ids that only an engine reads, such as 5.0, are routed by load.
+    """Read the prompts of a completion. A prompt with odd token ids such as 5.0 is left out, so it is routed by load.
 
     Raises BadRequest.
     """

@@ -8,7 +8,7 @@ counter, and lost(cause), which also asks for a snapshot.
 --]]
 local call = redis.call
 local BATCH_BLOCKS = 128
-local ALWAYS_BLOCKS = 524288 -- 8 million tokens in blocks of 16; twice as many take 136 MB
+local ALWAYS_BLOCKS = 524288 -- blocks that any worker may claim (8 million tokens); room() allows twice as many, 136 MB
 local CHUNK_HASHES_AT = 9 -- position of the hashes in a chunk, behind the snapshot's id
 
 return function(state, operation, count, lost)
@@ -39,9 +39,9 @@ return function(state, operation, count, lost)
 
   local function packed_hashes(bytes) return bytes >= 0 and bytes % 8 == 0 and bytes <= BATCH_BLOCKS * 8 end
 
-  -- Tell whether a slot may get further blocks. An honest engine never holds more than its capacity; the bound is twice
-  -- that, as a batch may add before it removes. An engine that claims more than its row has (the row's capacity is cut
-  -- to a multiple of the median) may be honest, too: it gets ALWAYS_BLOCKS, or twice the row's capacity if more.
+  -- Tell whether a slot may get further blocks, so that no stream fills Redis. The bound is twice the capacity that the
+  -- engine announced, because a batch may add blocks before it removes others. The row's capacity is cut to a multiple
+  -- of the fleet's median, but a larger claim may be true: it counts up to ALWAYS_BLOCKS, or twice the row's capacity.
   local function room(digest)
     local most = math.min(record.capacity_blocks, math.max(ALWAYS_BLOCKS, 2 * row[CAPACITY_BLOCKS_FIELD]))
     if not short and digest[1] + BATCH_BLOCKS <= 2 * most + 8 * BATCH_BLOCKS then return true end
@@ -52,7 +52,7 @@ return function(state, operation, count, lost)
 
   local function block_event(verb, sign, data)
     if not packed_hashes(#data) then return false end
-    if record.shadow then -- plugins send no block events before `end`: the snapshot is inconsistent
+    if record.shadow then -- plugins send no block events inside a snapshot, so this snapshot is wrong
       lost("interleaved")
     end
     if sign > 0 and not room(live) then return true end

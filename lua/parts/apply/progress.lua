@@ -1,8 +1,8 @@
 --[[
 apply/progress: the operation `progress`, by which an engine reports that the prefill of some requests is done. Their
 booked prefill is given back, as by a first token, and the predicted match is compared with the tokens that the engine
-had cached. The engine reported their blocks before, so the index has them and their reservations need not count as
-makers of these blocks any more.
+had cached. The engine reported the blocks of these requests before, so the index has them, and the reservations stop
+counting as requests that will compute these blocks.
 
 Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, to which it
 adds one, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
@@ -17,9 +17,9 @@ return function(state, operation, lease_key, count, parse_list, integers)
   local prefix, worker_id, held_prefix = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
-  -- Suspect the worker of not being the one that was proved, if the prompt's length differs, or if twice in a row the
-  -- index lacks the last block of a prompt: the engine has it, and reports blocks before progress. A probe decides
-  -- about a suspicion, else a tenant's prompts could end a healthy worker's routing.
+  -- Suspect that the engine tokenises or hashes otherwise than routers if the prompt's length differs, or if twice in a
+  -- row the index lacks the last block of a prompt, though engines report blocks before progress. A suspicion only asks
+  -- for a probe, because a tenant's prompts must not stop the requests to a healthy worker.
   -- Returns true if the index is complete and has the last block.
   local function judge(same_prompt, hash)
     if bit.band(row[FLAGS_FIELD], FLAG_PROVEN + FLAG_PARTIAL) ~= FLAG_PROVEN then return end

@@ -1,20 +1,20 @@
 --[[
-settle/mirror: notes in the mirror of an approximate worker that the worker has served a prompt.
+settle/mirror: updates the mirror, Redis' guess of the cache of an engine without the plugin, when it served a prompt.
 
-Such a worker does not report its blocks, so its mirror notes the blocks of the prompts that it was sent. The mirror
-evicts the blocks that were used longest ago and, of one prompt, the deepest first, as engines do. It is a tree: a node
-is a block at which chains part, or block 1, or a power of two from 16 on; the node's trail (field slot= of x:) holds
-the hashes of the blocks up to the next node. All blocks of a node were used last by the same request: a request that
-uses only some of them splits the node. So a node was never used later than the node before it.
+Such an engine does not report its blocks, so the mirror has the blocks of the prompts that the engine was sent. The
+mirror evicts the blocks that were used longest ago and, of one prompt, the last first, as engines do. It is a tree: a
+node is a block at which prompts part, or block 1, or a power of two from 16 on, with the blocks between it and the next
+node, whose hashes are the node's trail (field slot= of x:). All blocks of a node were used last by the same request: a
+request that uses only some of them splits the node. So a node was never used later than the node before it.
 
-If the engine's answer said that it lacked a block that the mirror has, the engine also lacks all blocks that were used
-before that block, as it evicts in this order. `lru:` then gets a member OUTDATED right behind the node of that block,
+If the engine's answer said that it lacked a block that the mirror has, the engine has evicted all blocks that were used
+before that block, too. `lru:` (nodes by time of last use) then gets a member OUTDATED right behind that block's node,
 and all nodes up to OUTDATED are evicted, at most MIRROR_EVICTIONS at a time.
 
 Guarantee: no more than `capacity` blocks stay, unless more than MIRROR_EVICTIONS nodes would have to be evicted at
 once: the rest is evicted with the next prompts, and no block is added beyond twice the capacity.
 Takes the key prefix, the reservation's id, and a table: slot, blocks (number in the mirror), capacity, now_us, lacks
-(the first block of the prompt that the engine lacked; nil: none), asked_us (earliest time when the prompt reached it).
+(the first block of the prompt that the engine lacked; nil: none), asked_us (earliest time when it got the prompt).
 Returns the number of blocks in the mirror, and the number that were evicted because the mirror was full.
 --]]
 local call, sub, min, format = redis.call, string.sub, math.min, string.format
@@ -67,7 +67,7 @@ return function(prefix, id, worker)
   if worker.lacks then
     local used = used_us(worker.lacks)
     local mark = tonumber(call("ZSCORE", lru, OUTDATED) or "") or 0
-    -- Not if the block was used after asked_us: another request may have computed it again since the engine lacked it.
+    -- A block that was used after asked_us stays, because another request may have put it into the cache again.
     if used and used < worker.asked_us and used > mark then call("ZADD", lru, format("%.1f", used + 0.5), OUTDATED) end
   end
 
@@ -89,7 +89,7 @@ return function(prefix, id, worker)
       else
         call("HDEL", key, trail_of)
         if call("HINCRBY", key, slot, -1) <= 0 then call("HDEL", key, slot, slot .. MARK_MAKER) end
-        -- Beside replicas of before 2026-11-23 the row's number may be too low.
+        -- `blocks` may be too low, because replicas of before 2026-11-23 counted fewer.
         blocks, full = math.max(0, blocks - held), full + (outdated and 0 or held)
       end
     end

@@ -1,9 +1,9 @@
 --[[
 shared/client_limits: tells whether the limits of a client's key admit one more request.
 
-Guarantee: the calling script checks and books in one step, so all replicas together never exceed a limit. Not checked
-is a request that has a ticket (it counts as in flight already), nor one that was admitted before and is tried again as
-its worker failed. So a client may have one more in flight than its limit, if another request came in between.
+Guarantee: the calling script checks and books in one step, so all replicas together never exceed a limit. A request
+that has a ticket is not checked, because it counts as in flight already; nor is one that was admitted, but failed at
+its worker and is tried again. If another request came in between, the client is then one above its limit.
 Takes the client (shared/client_use), its limits (packed: requests in flight, tokens per minute, 0: no such limit; a
 further byte: admitted before) and the tokens of the prompt. Returns the limit of tokens per minute (nil: none); or nil
 and the answer {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass (0:

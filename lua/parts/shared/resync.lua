@@ -6,8 +6,8 @@ differences), and the table of what this call has changed. Returns
   drop(record): drops the snapshot that is being sent; returns whether there was one
   diverged(cause): notes the difference and its cause
   ask(record, cause): does both, and puts the worker in the line for a new snapshot
-In `resync` a waiting worker has the score -(ms when it began to wait), and a worker whose snapshot was commanded has
-+(ms of the command or of the last progress). A spoilt snapshot puts its worker at the end of the line.
+In `resync` a worker that waits for a snapshot has the score -(ms when it began to wait), and one whose snapshot was
+commanded has +(ms of the command or of the last progress). After a spoilt snapshot it waits behind all others.
 --]]
 local call = redis.call
 

@@ -6,9 +6,9 @@ adds the three numbers to the row and returns the row's epoch, its slot, and the
 returns nothing if the worker is gone or has joined anew, so that its row has another epoch (epoch nil: any is right).
 It never creates a row. unsent: the load is that of a request which never reached the engine, so no prefill ended there.
 When the last request in flight ends, the booked tokens become 0, whatever an older script left on the row.
-It also updates when a prefill last began on the idle worker or ended (since_ms), the most tokens that the prefill under
-way can have (all that is booked on an idle worker; after an end as shared/under_way says), and the share of time in
-prefill (shared/busy_share).
+It also updates three numbers of the row: since_ms (when a prefill last began on the idle worker, or ended), the most
+tokens that the prefill under way can have (on an idle worker all that is booked; after an end as shared/under_way
+says), and the share of time in prefill (shared/busy_share).
 --]]
 local call = redis.call
 

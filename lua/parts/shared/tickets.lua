@@ -82,7 +82,6 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     if client then client.hold(now + ticket_ms) end
   end
 
-  -- Make a ticket's member of the queue.
   local function member_of(id, ticket)
     return flow_of(ticket) .. sub(ticket, TICKET_PLACE_AT, TICKET_OWN_AT - 1) .. id
   end
@@ -173,7 +172,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
       time = math.max(time + done, stands - math.max(lag, largest_work(flow, done)))
       time = math.min(time, class + CLASS - 1)
       call("HSET", clock_key, sub(flow, 1, 1), exact(stands))
-      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- a flow begins at the time of its class anyway
+      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- these begin at the time of their class
     end
     call("ZREM", queue2_key, member_of(id, ticket))
     local _, size_us = unpack_from(TICKET_SIZE, ticket)

@@ -4,16 +4,16 @@ shared/turns: finds which waiting requests (shared/tickets) may be served now ("
 Room. An engine has room while its booked prefill, less what it has computed of the prefill under way, takes less than
 limit_s. It has no room while its booked context fills 95 % of its cache and some booked prefill is still to be
 computed. (Bookings are estimates: only prefill that does not start shows that the cache is full.) A worker without any
-work always has room. So has an approximate worker, whose speed and ends of prefill are not known, unless its metrics
-told of requests that wait there longer than until the next check (these count as foreign prefill). Foreign prefill
-takes room only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is
-left to compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
+work always has room. So has a worker without the plugin, whose speed and ends of prefill are not known, unless its
+metrics told of requests that will still wait at the next check. Foreign prefill (of requests from elsewhere) takes room
+only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is left to
+compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
 
 Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
-for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. Its cost at a worker is
-its price there when it was last decided (decide/wait_turn) plus the work ahead there now, which includes earlier
-tickets that wait for that worker. So a long line for one engine spreads to free engines. An engine that is overdue with
-its prefill costs as much more as it is overdue, as nobody knows when it will go on.
+for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
+worker is its price (seconds to compute what the worker lacks of the prompt, noted by decide/wait_turn) plus the work
+ahead there now, with earlier tickets that wait for the worker. So a long line for one engine spreads to free engines.
+An engine that is overdue with its prefill costs as much more as it is overdue, as nobody knows when it will go on.
 
 Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
 more, which delays requests that arrive there meanwhile: by about b / (1 - b) seconds for each second of computing,
@@ -25,10 +25,10 @@ waiting costs at most half a second. Else an idle fleet would compute a new pref
 engines, which takes no longer than to wait for the first engine.
 
 Turns. Tickets are looked at in order. Passed over is a ticket whose cheapest workers are all busy, or that no worker
-with room can serve. `most` tickets are looked at: each flow gets an equal part of these looks for tickets that are
-passed over, at least two: half at the flow's front, half further back. So a tenant whose worker is busy delays no other
-tenant, nor all of its own requests for other workers. If `most` is too small for all flows, the looks go on at flows
-further back as soon as half of them were in vain.
+with room can serve. At most `most` tickets are looked at. Each flow (tickets of one tenant and priority) may have an
+equal part of them passed over, at least two: half at its front, half further back. So a tenant whose worker is busy
+delays neither other tenants nor all of its own requests for other workers. If `most` is too small for all flows, and
+half of the looks found no turn, the others are at flows further back.
 
 Guarantee: writes nothing. Returns three functions by name: capacity, room_left, and take (take_turns).
 --]]
@@ -83,7 +83,7 @@ end
 
 -- Make a function that returns, of a list of candidates, the one with the least work ahead, of equals the least busy,
 -- then the first; nil if none is left. With `room` (by candidate), candidates without room are left out. Work ahead
--- only grows and room only shrinks, so a heap by each candidate's work ahead when it was last on top is enough.
+-- only grows and room only shrinks, so in the heap of candidates only the top must be compared with its present work.
 local function least_of(those, ahead, share, room)
   local heap, known, count = nil, {}, 0
   local function before(i, k)
@@ -135,12 +135,14 @@ end
 -- Make a table of the room that engines have left, while tickets take it one by one. Takes the state of
 -- shared/candidates, and room_of and overdue_s (capacity). Returns
 --   any(): whether some worker has room
---   stands(record of a ticket): the worker that it gets or waits for, whether it gets that worker now, whether any
---     worker that may serve it has room, and the us that this worker needs to compute it
+--   stands(record of a ticket): the worker that the ticket gets or waits for; whether it gets that worker now; whether
+--     any worker that may serve it has room; the us that its worker needs for what this lacks of the prompt
 --   take(record of a ticket): books the room that the ticket needs at the candidate that serves it; returns the
 --     candidate and the tokens that it must compute, or nil if none serves the ticket now
---   by candidate: room (seconds left), slots, late (seconds overdue), ahead (cost of the wait for it in s, with late)
---   wait_price (cost of a second of waiting), making_scale (factor to that if a worker computes the ticket's prompt)
+--   by candidate: slots, room (seconds of prefill that may still be booked), late (seconds overdue with its prefill),
+--     ahead (late, plus wait_price times the seconds of work that a ticket would wait for there)
+--   wait_price: cost of a second of waiting, in seconds of computing
+--   making_scale: what wait_price is multiplied by for a ticket whose prompt a worker is computing now
 local function room_left(s, room_of, overdue_s)
   local share, busy = s.busy_share, 0
   for i = 1, s.count do busy = busy + share[i] / s.count end
@@ -175,7 +177,7 @@ local function room_left(s, room_of, overdue_s)
   local first = free and allowed_by("").first
   function left.any() return free and first() ~= nil end
 
-  -- Return the cost of the wait for a worker in seconds. scale: factor to the cost of a second of waiting.
+  -- Return the cost, in seconds, of waiting for a worker. scale: 1, or making_scale.
   local function waits(i, scale) return ahead[i] + (scale - 1) * (ahead[i] - late[i]) end
 
   -- Return a ticket's size, tie (us within which costs count as equal), lowest cost and its candidate, lowest cost with
@@ -193,7 +195,7 @@ local function room_left(s, room_of, overdue_s)
     if chosen then best, chosen_us = waits(chosen, scale) + rest_us / US, rest_us end
     for at = TICKET_OWN_AT, TICKET_OWN_AT + OWN_BYTES * (count - 1), OWN_BYTES do
       local slot, own_us = unpack_from(TICKET_OWN, ticket, at)
-      local i = by_slot[slot] -- nil: the worker is no candidate now; barred workers are never named
+      local i = by_slot[slot] -- nil: no candidate now. The ticket names no barred workers
       if i then
         local cost = waits(i, scale) + own_us / US
         if cost < lowest then lowest, nearest = cost, i end
@@ -203,8 +205,8 @@ local function room_left(s, room_of, overdue_s)
     return size_us, tie_us, lowest, nearest, best, chosen, chosen_us, making
   end
 
-  -- Tell whether a ticket with these costs takes the candidate with room. The busier that candidate, the cheaper is
-  -- waiting.
+  -- Tell whether a ticket takes the candidate with room (`chosen`), because to wait for `nearest` is not cheaper.
+  -- The busier the chosen one is, the less a second of waiting costs.
   local function takes(tie_us, lowest, nearest, best, chosen, making)
     if not chosen then return false end
     local price = max(1 - 2 * share[chosen], wait_price)
@@ -256,9 +258,9 @@ local function put_back(order, head, score, flow)
   table.insert(order, low, flow)
 end
 
--- Return the position at which to go on in a line of `length` whose first k tickets or flows were looked at in vain: a
--- position that moves with the clock, so that all are looked at in time; with `rank`, such that its item is
--- the last of the next `most` ones.
+-- Return the position at which to go on in a line of `length` tickets or flows whose first k got no turn. The position
+-- moves with the clock, so that all get looked at in time; with `rank`, the item of that rank will be the last of the
+-- next `most` ones.
 local function further(length, k, most, rank, now_ms)
   if rank then return max(k, rank + 1 - most) end
   local part = floor(math.ceil((length - k) / most) * (now_ms * GOLDEN_RATIO % 1))

@@ -4,7 +4,7 @@ shared/under_way: the most prompt tokens that may be under way in an engine righ
 An engine computes waiting prompts together in one step, and their first tokens come together. So as many tokens may be
 under way now as have just ended together, or half of those under way before, if that is more; but no more than are
 booked. Earlier ends count as together with this one by a share that falls to 0 within 50 ms, so ends in quick
-succession add up. It is an upper bound: by no more than that an engine that stands still seems to have less to do.
+succession add up. Scripts take these tokens, but no more, for computed as time passes, even if the engine stands still.
 
 Guarantee: pure. Takes the tokens that were under way before, the ms since a prefill last ended or began on the idle
 engine (modulo 2^32, as clocks may differ and tell an earlier time), the tokens of the prefill that has ended, and the

@@ -2,8 +2,8 @@
 tick/each_second: the part of tick that looks at every worker, once a second: it updates the flags SERVER and UNHEARD,
 finds workers to be forgotten, and computes the fleet's median speed and capacity.
 
-Guarantee: UNHEARD ends when the worker and its API server were both heard after the last vouch, and at the latest
-ttl_ms after that vouch, except in grace, when replicas may have been away and could not vouch.
+Guarantee: UNHEARD (a replica called vouch) ends when the worker and its API server were both heard after the last such
+call, and at the latest ttl_ms after it, except in grace, when replicas may have been away and could not call.
 
 Takes the keys alive, alive_servers, servers, load and workers by name, the key prefix, the server's time, ttl_ms,
 forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and

@@ -24,7 +24,7 @@ else:
 
 
 class Cancellable(Base):
-    """Writes under ``asyncio.timeout``, which loses no cancellation. The first base of a connection class."""
+    """The first base of a connection class: limits writes by ``asyncio.timeout``, as ``wait_for`` may lose a cancel."""
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         """Write one command; connect first if need be. Raises redis-py's TimeoutError and ConnectionError."""

@@ -107,7 +107,7 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """A connection pool that drops idle connections after a failed call, as a frozen master keeps them open.
+    """A connection pool that drops idle connections after a failed call, because a frozen master never closes them.
 
     While calls go on, the pool asks a node for the master once a second, and ends connections to a former master.
     """

@@ -154,7 +154,7 @@ class Masters:
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
         self._slots: dict[str, int] = {}  # tag -> its slot
-        self._followers: Counter[str] = Counter()  # tag -> clients: a pool and its model's registry may share a tag
+        self._followers: Counter[str] = Counter()  # tag -> number of clients: a pool and its registry may share it
         self._owners: dict[int, HostPort] = {}  # slot -> its master, where that is known
         self._lines: dict[HostPort, MasterLine] = {}
         self._held: list[Held] = []

@@ -26,7 +26,7 @@ from warmfleet.protocol.redis_address import RedisAddressError, all_nodes, parse
 if TYPE_CHECKING:
     from warmfleet.protocol.redis_address import HostPort, SlotRange
 
-CONNECT_S = 1.0  # longest time to open a connection; a request waits for its calls' limits only (Timeouts)
+CONNECT_S = 1.0  # longest time to open a connection; a request waits less: its call fails at the limit in Timeouts
 UPKEEP_S = 2.0  # longest time of a call that no request waits for
 
 

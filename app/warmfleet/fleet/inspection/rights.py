@@ -16,7 +16,7 @@ from warmfleet.protocol.wire import Keys, worker_id_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: The words behind the key, by command; a command that is not named here takes its key alone.
+#: Command -> sample arguments behind its key. A command that is missing here takes its key alone.
 BEHIND_KEY = {
     "getrange": "0 0",
     "set": "v",
@@ -81,7 +81,7 @@ def router_rights(model: str, *, cluster: bool = False) -> list[Right]:
 
 
 def worker_rights(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[Right]:
-    """Return the rights that the plugin needs in both halves of a worker."""
+    """Return the rights that the plugin needs in an API server and in its ``ranks`` engine cores."""
     keys = Keys(model)
     workers = [worker_id_of(server_id, rank) for rank in range(ranks)]
     streams = [*map(keys.events, workers), keys.server(server_id), keys.hello]

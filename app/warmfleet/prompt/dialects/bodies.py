@@ -1,4 +1,4 @@
-"""Reads a body in the form that belongs to the path. Pure."""
+"""Reads the body of a request as the API of its path demands. Pure."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def with_system_first(messages: list[Json]) -> list[Json]:
 
 
 def _system_text(system: Any) -> str:
-    """Return the text of the field ``system`` without the line that bills the request to a client, as engines do."""
+    """Return the text of the field ``system`` as engines read it: without blocks that begin with BILLING_HEADER."""
     if system is None or isinstance(system, str):
         return system or ""
     texts = [_text(block) for block in checked_list(system) if _word(block, "type") == "text"]

@@ -32,7 +32,7 @@ def as_chat(body: Json) -> Json:
     if body.get("truncation", "disabled") != "disabled":
         raise NotReproducible("truncation")
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
-    chat["add_special_tokens"] = True  # vLLM adds them here, unlike to a chat
+    chat["add_special_tokens"] = True  # vLLM does so on this path, but not for /v1/chat/completions
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     messages: list[Json] = []
