@@ -26,7 +26,7 @@ CONSEQUENCE = {
 
 
 class Agreement:
-    """Compares a model's groups of workers with those of the last comparison, so that only a change is logged."""
+    """Logs which workers of a model share an identity or a hash scheme, if that changed since the last look."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -64,7 +64,7 @@ class Agreement:
             logger.warning("%s: its workers use over 4 schemes: cached blocks of %s are not found", tag, _some(now))
 
     def misnamed(self, tag: str, reasons: Mapping[str, str]) -> None:
-        """Log each worker of one pool that does not serve the pool's name, unless it was logged with this reason."""
+        """Log each worker that does not serve the model of this pool, unless the last call named the same reason."""
         before, self._misnamed[tag] = self._misnamed.get(tag, {}), dict(reasons)
         for worker, reason in islice((item for item in reasons.items() if item not in before.items()), NAMED):
             logger.warning("%s: worker %s takes no requests: %s", tag, worker, reason)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from warmfleet.fleet import WorkerView
 
 MAX_SERVERS = 8  # most API servers from which the same files are read, one after the other, until one read succeeds
-NAMED = 3  # most differing facts that a sentence names, as engines of different models differ in nearly all
-#: The files that an identity is built of. Other files that a worker stores in Redis are not read.
+NAMED = 3  # most differing facts that a sentence names; engines of different models differ in nearly all facts
+#: The files that decide token ids, so that routers read them. Other files of a worker in Redis are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
@@ -38,18 +38,18 @@ def identity_key(worker: WorkerView) -> str:
 
 
 class Grouping:
-    """Groups the workers of one model at each reading. The record of a server that did not change is digested once."""
+    """Groups the workers of one model each time they are read from Redis. An unchanged record is hashed only once."""
 
     def __init__(self) -> None:
-        #: ``id`` of a server's record -> record, key. The reader of records keeps an object while its text is the same.
+        #: ``id()`` of a server's record -> record, its identity key. An unchanged record is the same object each time.
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-        """Return identity key (``identity_key``) -> its workers, the most frequent key first, and of equally frequent
-        ones the key of the first worker.
+        """Return identity key (``identity_key``) -> its workers: the largest group first, of equal groups the older.
 
-        A worker that brought no files is in no group. A worker that announces fewer facts than a group, and contradicts
-        none, is put at that group's end, because a bridge cannot know all facts, and a probe tests its workers anyway.
+        A worker that announced no files is in no group. A worker that announces fewer facts than a group, and
+        contradicts none, joins the end of that group: a bridge (`warmfleet bridge` announces an engine that has no
+        plugin) cannot know all facts, and a probe tests the workers of a bridge anyway.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}
@@ -61,9 +61,8 @@ class Grouping:
                 groups.setdefault(known[at][1], []).append(worker)
         self._known = known
         for key in list(groups) if len(groups) > 1 else ():
-            facts = _identity_of(
-                groups[key][0]
-            ).items()  # a group joins another group that announces all the same facts and more
+            # A group joins another group that announces all the same facts and more.
+            facts = _identity_of(groups[key][0]).items()
             fuller = (other for other in groups if other != key and facts < _identity_of(groups[other][0]).items())
             if home := next(fuller, None):
                 groups[home] += groups.pop(key)
@@ -71,7 +70,7 @@ class Grouping:
 
 
 def differences(worker: WorkerView, other: WorkerView) -> list[str]:
-    """Name the files and facts in which two workers differ. Adapters do not count: their blocks have other hashes."""
+    """Name the files and facts in which two workers differ. Adapters do not count: block hashes tell them apart."""
     ours, theirs = _identity_of(worker), _identity_of(other)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
@@ -83,7 +82,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def pieces(server: Mapping[str, Any]) -> list[str]:
-    """Return the digests of all pieces of this server's FILES, as Redis stores them."""
+    """Return the digests of the chunks in which Redis stores this server's FILES."""
     files = server.get("artifacts") or {}
     return [str(digest) for name in FILES if name in files for digest in files[name]["chunks"]]
 

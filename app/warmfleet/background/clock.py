@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-#: A timer may fire a little early: a beat counts as reached if it is due within EARLY periods, and within EARLY_S.
+#: A timer may fire a little early, so a beat counts as reached if it is less than EARLY periods and EARLY_S away.
 EARLY, EARLY_S = 1 / 16, 0.01
 
 
 class Clock:
-    """The moments (beats) at which tasks of any period wake, counted from the creation of this object."""
+    """Gives the moments (beats) at which all tasks of one period wake, counted from the creation of this object."""
 
     __slots__ = ("_began", "_loop")
 
@@ -24,7 +24,7 @@ class Clock:
     def until(self, period_s: float, share: float = 0.0) -> float:
         """Return the seconds until the next beat of a period.
 
-        share: part of the period, below 1, by which these beats come later than the beats with share 0.
+        share: fraction of the period, below 1, by which the beats are delayed, so that not all tasks wake together.
         """
         wait_s = period_s - (self._loop.time() - self._began - share * period_s) % period_s
         return wait_s if wait_s > min(period_s * EARLY, EARLY_S) else wait_s + period_s

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.timing import Timing
 
 ASKED_AT_ONCE = 32
-UNANSWERED = 2  # unanswered /health requests in a row by which an engine hangs; a busy API server may miss a single one
+UNANSWERED = 2  # unanswered /health requests in a row after which an engine counts as hung; a busy engine may miss one
 
 
 class HungEngines:
@@ -48,7 +48,7 @@ class HungEngines:
                 self._metrics.time_limits.labels(limit).inc(count)
 
     async def round(self) -> None:
-        """Ask the engines that keep requests waiting for /health; give up the requests that wait for hung engines."""
+        """Send /health to the engines that keep requests waiting; give up the requests that wait for hung engines."""
         gate, now = asyncio.Semaphore(ASKED_AT_ONCE), time.perf_counter()
         asked: list[tuple[Pool, str]] = []
         for pool in self._pools.all:
@@ -71,7 +71,7 @@ class HungEngines:
         return [asked for asked, times in self._unanswered.items() if times >= UNANSWERED]
 
     async def _answers(self, pool: Pool, worker_id: str, gate: asyncio.Semaphore) -> bool:
-        """Ask whether the worker's API server is healthy. A worker that left the view counts as healthy, unasked."""
+        """Ask whether the worker's API server is healthy. A worker that left the pool counts as healthy, unasked."""
         url = next((worker.url for worker in pool.view.workers if worker.worker_id == worker_id), "")
         if not url:
             return True

@@ -29,7 +29,7 @@ class IndexHealthWatch:
         self._told: dict[tuple[str, str], tuple[int, float]] = {}  # (tag, worker_id) -> lag in batches, lag in seconds
 
     async def look(self) -> None:
-        """Read every model's index once. Raises FleetUnavailable if one cannot be read; its last figures then stay."""
+        """Read every model's index once. Raises FleetUnavailable if an index cannot be read; its last figures stay."""
         try:
             await self._pools.each(self._read)
         finally:
@@ -60,7 +60,7 @@ class IndexHealthWatch:
         metrics.divergences.labels("healed").set(sum(worker.healed for worker in every))
 
     def _set_worst(self, alive: Sequence[WorkerTruth]) -> None:
-        """Set the worst lag and digest age. Dead workers do not count: their digests grow older for ever."""
+        """Set the worst lag and digest age. Dead workers do not count: their digests are never compared again."""
         metrics = self._metrics
         metrics.apply_lag_batches.set(max((worker.lag_batches for worker in alive), default=0))
         metrics.apply_lag_seconds.set(max((worker.lag_s for worker in alive), default=0.0))

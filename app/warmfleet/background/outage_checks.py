@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.outage_checks")
 
 CHECK_TIMEOUT_S = 3.0
-CHECKS_AT_ONCE = 32  # number of checks that run at a time; more if a round would take longer than TURNS time-outs
-TURNS = 2  # longest round, as a multiple of CHECK_TIMEOUT_S, even if no server answers
+CHECKS_AT_ONCE = 32  # most checks at a time, or 1 / TURNS of all checks if that is more, so that a round stays short
+TURNS = 2  # longest round in multiples of CHECK_TIMEOUT_S, reached if no server answers
 
 
 class OutageChecks:

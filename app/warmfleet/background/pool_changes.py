@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 
-FIRST_READING_S = 5.0  # longest wait of engine checks for the first reading of all registries: a third of the TTL
+FIRST_READING_S = 5.0  # most seconds that engine checks wait for the registries: a third of a worker's time to live
 
 
 class PoolChanges:
@@ -74,7 +74,7 @@ class PoolChanges:
     async def known(self) -> None:
         """Wait until every registry was read once, or until FIRST_READING_S after the first call.
 
-        Without this wait, stock engines could join a pool that the settings name and its registry does not.
+        Without this wait, engines without the plugin could join a pool of the settings that is not in the registry.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_READING_S):
@@ -126,7 +126,7 @@ class PoolChanges:
         return pool
 
     async def _let_go(self) -> None:
-        """End each leaving pool whose ``leave_s`` is over and in which this replica has no request or outcome left."""
+        """End each leaving pool after ``leave_s``, once this replica has no request and no unsent outcome in it."""
         now = asyncio.get_running_loop().time()
         for pool in self._pools.leaving:
             held = pool.reservations or pool.reservations.outcomes() or pool.degraded.in_flight or self._waits_in(pool)
@@ -146,7 +146,7 @@ class PoolChanges:
 
 
 async def _clear(pool: Pool) -> None:
-    """Delete the keys of a removed pool in Redis; the last replica that ends the pool leaves none."""
+    """Delete a removed pool's keys in Redis. Each replica does so, as replicas that end it later may add keys."""
     try:
         await clear(pool.fleet, shared=pool.tag == pool.name)
     except WarmfleetError as error:

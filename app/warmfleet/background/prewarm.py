@@ -35,7 +35,7 @@ logger = logging.getLogger("warmfleet.background.prewarm")
 
 AT_ONCE = 8  # most workers that one replica warms at a time; further ones start cold
 PROMPT_S = 8.0  # longest wait for the answer to one prefix
-CLAIM_S = 10.0  # lifetime of a claim, renewed before each prefix; longest wait of a worker whose replica dies
+CLAIM_S = 10.0  # lifetime of one replica's right to warm a worker, renewed before each prefix, in case the replica dies
 IN_ALL_S = 30.0  # longest warming of one worker
 EMPTY = 0.1  # largest used share of a cache that counts as empty
 SILENT = ("slow", "failed")  # results of a worker that did not answer; such a worker is probed again
@@ -43,7 +43,7 @@ FILL = 0.5  # largest share of a cache that warming fills, because more would ev
 
 
 class Prewarmer:
-    """Warms workers whose probe has just passed. Prefixes are sent to a worker one after the other."""
+    """Sends popular prefixes, one after the other, to workers whose probe has just passed."""
 
     def __init__(self, client: EngineClient, settings: Settings, metrics: Metrics) -> None:
         self._client = client
@@ -52,8 +52,8 @@ class Prewarmer:
         self._running: set[asyncio.Task[None]] = set()
 
     async def takes(self, pool: Pool, worker: WorkerView) -> bool:
-        """Begin to warm a worker, and record its proof afterwards; return False if it is not warmed. Raises
-        FleetUnavailable."""
+        """Begin to warm a worker, and record afterwards that its probe passed; return False if it is not warmed: then
+        the caller records the probe. Raises FleetUnavailable."""
         limit = self._settings.warm_prefixes
         if not limit or not worker.state.unproved or len(self._running) >= AT_ONCE:
             return False
@@ -63,7 +63,7 @@ class Prewarmer:
             return False
         owner, nonce = secrets.token_hex(8), str(worker.record.get("nonce"))
         if await self._claim(pool, worker, owner) != "OK":
-            return False  # another replica has the claim, or this incarnation was warmed before
+            return False  # another replica warms the worker, or the worker was warmed before since it joined
         task = asyncio.ensure_future(self._warm(pool, worker, nodes, owner, nonce))
         self._running.add(task)
         task.add_done_callback(self._running.discard)

@@ -42,7 +42,7 @@ WRONG: dict[str, str] = {
     "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
 }
 KEY_HELP = "set WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES to the addresses of the engines"
-TOKEN_IDS = range(3, 256)  # ids in every vocabulary; a prompt of two blocks of 16 of them has 250 random bits
+TOKEN_IDS = range(3, 256)  # ids in every vocabulary; a prompt of 32 of them has 250 random bits, so no cache holds it
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 #: Texts that tokenizers split differently; they stand between words of random letters.
 PIECES: tuple[str, ...] = (
@@ -60,17 +60,17 @@ PIECES: tuple[str, ...] = (
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
 MORE_PIECES = 8  # number of words beyond a block's number of tokens, so that a text fills at least one block
 POLL_S = 0.05
-#: Time limit for all three answers together: in a first probe (it doubles with each further probe), and at most. An
-#: engine may compile at its first request, but an engine that never answers must not delay the probes of others.
+#: Most seconds for all three answers together: FIRST_ANSWER_S in the first probe, doubled in each further probe up to
+#: MAX_ANSWER_S. An engine may compile at its first request, but a dead engine must not delay the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
-BEAT_S = 0.1  # time by which a heartbeat must be younger than an answer, to be surely sent after the answer
+BEAT_S = 0.1  # a heartbeat that is younger than an answer by this time was surely sent after the answer
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a probe. proof: the state to record (see ``prove``), empty if nothing was learned. cause: a label
-    for counters. reason: text for people. witnessed: whether the worker's own stream reported something of the probe,
-    which proves that the engine at the URL is the worker."""
+    """The result of a probe. proof: the state to record in Redis (``prove``), empty if nothing was learned. cause: a
+    label for counters. reason: text for people. witnessed: whether the worker's own stream of KV events reported
+    something of the probe, which proves that the engine at the URL is the worker."""
 
     proof: str
     cause: str = ""
@@ -89,7 +89,7 @@ class Question:
 
 
 class Probe:
-    """Probes workers, each as the pool's last reading of the fleet describes it."""
+    """Probes workers, each by its record as the pool last read it from Redis."""
 
     def __init__(self, client: EngineClient, settings: Settings, blocks_timeout_s: float) -> None:
         """blocks_timeout_s: longest wait, after the answers, until the worker's stream reports the prompts' blocks."""
@@ -98,7 +98,7 @@ class Probe:
         self._blocks_timeout_s = blocks_timeout_s
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
-        """Probe one worker. texts: also send a text and a chat, which needs a loaded identity, not only token ids.
+        """Probe one worker. texts: also send a text and a chat; to check them, the tokenizer must be loaded here.
 
         Raises FleetUnavailable.
         """
@@ -220,7 +220,7 @@ class Probe:
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
     """Return the HTTP headers of the router's own request to a worker, a probe or a prefix to warm.
 
-    The engines' key goes to workers with a proved URL, and to others only if the operator listed workers' addresses.
+    The engines' API key goes to workers whose URL a probe proved; to others only if WARMFLEET_WORKER_ADDRESSES is set.
     """
     headers = {"Content-Type": "application/json"}
     proved = worker.load.flags & Flag.URL or worker.proof == "warming"
@@ -316,7 +316,7 @@ def _hashes(questions: Sequence[Question]) -> list[bytes]:
 
 
 def _incomplete(pool: Pool, worker: WorkerView) -> bool:
-    """Whether the worker's index lacks blocks, as its snapshot is under way or Redis had no memory for them."""
+    """Whether blocks of the worker are not in the index: its snapshot is under way, or Redis has no memory for them."""
     truth = worker.record.get("truth") or {}
     return bool(
         pool.fleet.upkeep.last_tick.short

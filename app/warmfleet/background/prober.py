@@ -58,9 +58,9 @@ class Prober:
         self._metrics = metrics
         self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Per incarnation (its name in ``round``): when the next probe may begin, and the pause after that probe.
+        #: Key: ``name`` of ``round``. Value: when the worker's next probe may begin, and the pause after that probe.
         self._next: dict[str, tuple[float, float]] = {}
-        self._first_seen: dict[str, float] = {}  # per incarnation, monotonic seconds
+        self._first_seen: dict[str, float] = {}  # by ``name`` of ``round``, monotonic seconds
         self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
 
     async def round(self) -> None:
@@ -74,7 +74,7 @@ class Prober:
         for pool in self._pools.all:
             identity = pool.view.identity.key if pool.view.identity else ""
             for worker in pool.view.workers:
-                # The name holds the identity, because a new identity means a new probe.
+                # With another tokenizer (identity) in use here the worker gets a new name, so it is probed again.
                 name = f"{pool.tag} {worker.worker_id} {worker.record.get('nonce')} {identity}"
                 seen.add(name)
                 names.add((pool.tag, worker.worker_id))
@@ -187,7 +187,7 @@ class Prober:
 
 
 def _identity_ready(view: View) -> bool:
-    """Whether the identity that most workers bring, or that the settings name, is loaded here."""
+    """Whether the tokenizer (identity) of most workers, or that of the settings, is loaded in this replica."""
     identity, reference = view.identity, view.reference
     return identity is not None and (reference is None or identity.key == view.identity_keys.get(reference.worker_id))
 

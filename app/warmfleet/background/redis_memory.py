@@ -24,7 +24,7 @@ logger = logging.getLogger("warmfleet.background.redis_memory")
 
 
 class MemoryWatch:
-    """Reads the used share of Redis' memory for the next tick of every model, the metrics and the log."""
+    """Reads the used share of Redis' memory: for the metrics, the log, and each model's next tick (lua/tick.lua)."""
 
     def __init__(self, pools: Pools, metrics: Metrics) -> None:
         self._pools = pools
@@ -35,8 +35,8 @@ class MemoryWatch:
     async def look(self) -> None:
         """Read the memory of every model's Redis once. The metrics show each share that could be read.
 
-        Raises FleetUnavailable if a Redis gives no figures. The model's next tick then gets no share, and notices a
-        shortage only by refused writes.
+        Raises FleetUnavailable if a Redis gives no figures. The next tick of its models then gets no share, so only
+        writes that Redis refuses show it a shortage.
         """
         readings: list[Memory] = []
         sharing: dict[object, list[Pool]] = {}  # by connection: pools with the same connection have the same Redis

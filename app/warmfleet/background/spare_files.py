@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
-LOOK_S = 30.0  # time between two looks at all copies; a server that has just joined keeps its copy until the next look
+LOOK_S = 30.0  # time between two looks at the servers' copies of their files; a new server keeps its copy until then
 FORGET_S = 600.0  # time until the same copies are looked at again, as another replica may have changed them
 KEPT = announced.MAX_SERVERS  # number of whole copies of equal files to keep, because no router asks more servers
-MOST_EMPTIED = 128  # most servers emptied in one look at a pool, so that it takes a tenth of a second
+MOST_EMPTIED = 128  # most servers whose copies one look at a pool empties, in a tenth of a second
 
 
 class SpareFiles:
-    """Finds and empties the spare copies of files in every pool."""
+    """Finds and empties, in every pool, the copies of tokenizers and templates in Redis that no router reads."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -63,7 +63,7 @@ def _servers(group: Sequence[WorkerView]) -> dict[str, Mapping[str, Any]]:
 async def _empty(
     fleet: Fleet, servers: Mapping[str, Mapping[str, Any]], known: Mapping[Incarnation, bool]
 ) -> dict[Incarnation, bool]:
-    """Empty the copies of all of these servers behind the first KEPT whole ones; return which are whole.
+    """Empty the copies of these servers but the first KEPT whole copies; return whether each copy is whole.
 
     known: whether each was whole at the last look. A server whose copy changes now is looked at again next time.
     """
@@ -72,7 +72,7 @@ async def _empty(
     for server_id, server in servers.items():
         incarnation, pieces = (server_id, str(server.get("nonce"))), announced.pieces(server)
         is_whole = known.get(incarnation)
-        if is_whole is not (whole < KEPT):  # not known to be whole (or empty) as it should be
+        if is_whole is not (whole < KEPT):  # not known to be as wanted: whole among the first KEPT, else empty
             is_whole = all(await fleet.artifacts.sizes(server_id, pieces))
         if is_whole is (whole < KEPT):
             found[incarnation] = is_whole
@@ -86,5 +86,5 @@ async def _empty(
             wanted += 1
             await fleet.artifacts.want(server_id, pieces)
         else:
-            break  # all other copies stay until these servers have stored theirs again
+            break  # KEPT servers store their copies again first: until then no copy behind theirs is emptied
     return found

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-#: Time between two steps of a pool at rest. Without a tick for 2.5 s, heartbeats count as unheard (lua/tick.lua).
+#: Time between two rounds of ``apply`` for a pool at rest: below 2.5 s, after which no worker expires (lua/tick.lua).
 REST_STEP_S = 1.0
-REST_SHARES = 8  # number of moments in REST_STEP_S at which pools at rest step, so that Redis gets their work in parts
-REST_STREAMS = 640  # most streams of a pool that may rest; with more, its ticks would read each only every 4 s
+REST_SHARES = 8  # parts of REST_STEP_S over which the pools at rest are spread, so that Redis gets no bursts
+REST_STREAMS = 640  # most event streams of a pool that may rest; with more, each would be read less than every 4 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -62,7 +62,7 @@ async def tell_again(pools: Pools) -> None:
 
 
 async def carry_out(pools: Pools, metrics: Metrics) -> None:
-    """Tell Redis which workers to eject, and which have passed their trial; if there are none, send nothing."""
+    """Tell Redis which failing workers to eject, and which ejected ones serve well again; without any, send nothing."""
 
     async def tell_model(pool: Pool) -> None:
         for worker_id, good in list(pool.outliers.verdicts.items()):
@@ -117,10 +117,11 @@ async def follow_approvals(pools: Pools, templates: Templates) -> None:
 
 
 async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], timing: Timing) -> None:
-    """Apply waiting events of the model's workers to the index, and return when another step is due.
+    """Apply waiting events of the model's workers to the index (a step), and return when the next step is due.
 
     A step is due when a worker has written, but not within ``apply_interval_s`` of the last step. While the model is at
-    rest, a step is due on the next beat, in ``until_beat`` seconds, or when a request comes. Replicas may step at once.
+    rest, a step is due on the next beat, in ``until_beat`` seconds, or when a request comes. Several replicas may do
+    steps at the same time.
     """
     loop = asyncio.get_running_loop()
     due = loop.time() + timing.apply_interval_s
@@ -138,9 +139,9 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], t
 
 
 async def audit(pools: Pools, metrics: Metrics, interval_s: float) -> None:
-    """Compare the index with its digests, a piece at a time, until no worker is due. One replica does so at a time.
+    """Compare each worker's part of the index with its digest, some blocks at a time, until no worker is due.
 
-    interval_s: time between two audits of a worker.
+    One replica audits at a time. interval_s: time between two audits of a worker.
     """
 
     async def audit_model(pool: Pool) -> None:

@@ -50,7 +50,7 @@ AT_ONCE, TURN_S = 8, 0.05
 
 
 class ViewReader:
-    """Keeps the view of every pool fresh. Identities load in the background; a view uses one only once it is loaded."""
+    """Keeps every pool's view (list of workers) fresh, and loads tokenizers (identities) in the background."""
 
     def __init__(
         self, pools: Pools, identities: Identities, settings: Settings, timing: Timing, metrics: Metrics
@@ -69,8 +69,8 @@ class ViewReader:
         self._not_before: dict[str, float] = {}
         #: Keys of identities whose files cannot be used: identities of other workers are preferred.
         self._unreadable: set[str] = set()
-        #: Tag -> the workers' standings when a view was last derived from scratch, and the latest view. Only for views
-        #: with the identity that their workers announce, because any other may be replaced at the next reading.
+        #: Tag -> the workers' values (``_standing``) from which a view was last derived, and the latest view. Only for
+        #: views with the identity that their workers announce: any other identity may change at the next reading.
         self._derived: dict[str, tuple[list[tuple[object, ...]], View]] = {}
 
     async def round(self) -> bool:
@@ -230,7 +230,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity from the first worker whose announced files are in Redis; some servers only announce."""
+        """Build an identity from the first server whose files are in Redis; some servers only announce theirs."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:

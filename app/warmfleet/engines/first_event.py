@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
-#: Most bytes at the beginning of a stream that are searched for an error. A longer event is taken for none.
+#: Most bytes at the beginning of a stream that are searched for an error; a longer first event counts as no error.
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # a status of Anthropic's API alone
-#: Length of an event's beginning that shows that the event is no error, unless a word of an error is in it.
+#: An unfinished first event of at least this length counts as no error, unless it contains a word of an error.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")

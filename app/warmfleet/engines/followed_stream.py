@@ -34,7 +34,7 @@ class KeptIds:
 
 
 class Sink(Protocol):
-    """The part of a client's answer that takes the pieces of a stream."""
+    """The receiver of a stream's pieces: a client's answer, or a wrapper around one."""
 
     def pass_on(self, data: bytes) -> bool:
         """Send a piece between first and last; return False if ``body`` must be awaited before further pieces."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
-BODIES = 2  # number of bodies of the largest size that fit: a tenant gets about half, so a body of any size may wait
+BODIES = 2  # room in bodies of the largest size: a tenant gets half of the room, so a body of any size may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
@@ -37,7 +37,7 @@ OF_BYTES = (
 
 
 class Chooser(Protocol):
-    """Chooses a worker, or takes a ticket. may_wait: this replica has room for the body while the request waits."""
+    """Chooses a worker, or takes a ticket (a place in the queue). may_wait: this replica has room to keep the body."""
 
     async def choose(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued: ...
 
@@ -140,7 +140,7 @@ class AdmissionQueue:
         return answer
 
     def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
-        """Return the error for a reason: full, displaced, bytes or deadline. work_s: prefill in the queue."""
+        """Return the error for a reason: full, displaced, bytes or deadline. work_s: prefill seconds in the queue."""
         self._metrics.queue_rejections.labels(reason, pool.tag).inc()
         logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Comparison(Protocol):
-    """Compares the answers of several pools to the decisions of one attempt."""
+    """Chooses among the model's pools for one attempt (``pool_choice``)."""
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker, or take a ticket, as ``Chooser`` describes."""
@@ -37,9 +37,9 @@ class Attempt:
     ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves the job; before a pool was
     chosen, the booking in the pool by which the prompt was identified. ``record``: the record of this try.
     ``on_first_byte`` is called before the client is answered; None unless two attempts race. ``output`` counts the
-    tokens of the answer, only for a client with limits. ``tail``: the end of an approximate worker's answer, in which
-    ``shortfall`` was found. ``comparison``, ``counted``: None if the model has one pool; else the choice of a pool so
-    far, and the request's count for a client with limits.
+    tokens of the answer, only for a client with limits. ``tail``: the end of an approximate worker's answer, whose
+    usage shows the ``shortfall`` (cached blocks that the worker lacked). ``comparison``, ``counted``: None if the model
+    has one pool; else the choice of a pool so far, and the request's count for a client with limits.
 
     A field that was not set has the value of the class, which saves time.
     """

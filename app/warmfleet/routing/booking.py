@@ -58,7 +58,7 @@ class Booking:
     ``avoided``: other workers that failed a request a moment ago, which the last decision passed over. ``asked_at``:
     when the last decision was asked for (``time.perf_counter``); ``question``: its arguments; ``answer``, ``error``:
     its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
-    JSON; empty if the client asked for none. ``rings``: the order of the hash ring by policy, and ``log_line``: the
+    JSON; empty if the client asked for none. ``rings``: workers in hash ring order, by policy, and ``log_line``: the
     line for the decision log; None if the decision is not logged.
 
     A field that was not set has the value of the class, which saves time.
@@ -131,7 +131,7 @@ class Booking:
         self.state = QUEUED if ticket.outcome == "queued" else NEW
 
     def limited(self) -> None:
-        """Note that a limit of the client's key refused the request. ``release`` gives up an earlier ticket."""
+        """Note that a limit of the client's key refused the request. ``release`` ends a ticket that it has."""
         self.state = self._before
 
     def not_booked(self) -> None:
@@ -162,8 +162,8 @@ class Booking:
     def id_at_engine(self, request_id: str, *, ended: bool) -> str:
         """Return the X-Request-Id for an engine. ended: the conversation ends with this request.
 
-        It begins with the owner of the load, by which the worker plugin reports: the reservation, or ``unbooked`` if
-        Redis booked none. The worker must report unbooked load as foreign, or else no decision would count it.
+        The id begins with the reservation, by which the worker plugin reports the load, or with ``unbooked`` if Redis
+        booked none. The plugin reports unbooked load as foreign, or else no decision would count it.
         """
         owner = self.reservation if self.state is BOOKED else "unbooked"
         return f"{owner}.{ENDED_MARK if ended else ''}{request_id}"
@@ -178,7 +178,7 @@ class Booking:
         self.pool.tries.begin(self.reservation, Try(worker_id, response, received_at))
 
     def prefill_due_in(self, seconds: float) -> None:
-        """Count the prefill as done after ``seconds``, if the attempt still runs then: no first token is reported."""
+        """After ``seconds``, count the prefill as done if the attempt still runs: its engine reports no first token."""
         self._stop_clock()
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 
@@ -215,7 +215,7 @@ class Booking:
         shortfall: Shortfall | None = None,
         record: TryRecord | None = None,
     ) -> bool:
-        """Give back everything that is held in this pool; returns whether Redis may have booked it.
+        """Give back everything that is held in this pool; returns whether Redis may have booked the request.
 
         A release never waits, so no cancellation can stop it half-way. A second call does nothing. Redis gets the
         outcome before the next decision. tokens: number in the answer, for a client with limits.

@@ -81,8 +81,8 @@ class Job(NamedTuple):
     """A call that was parsed and identified: everything that all attempts at it share.
 
     body: the body for an engine, with the tenant's salt. pool: the pool by whose workers the prompt was identified.
-    pools: those in which a worker is looked for, the home pools first. several: the model has more than one pool.
-    limits: the client's limits, if the only pool checks them; with several pools, ``client_limits`` checks them.
+    pools: where to look for a worker, in this order; the first two are the prompt's home pools. several: the model has
+    more than one pool. limits: the client's limits, for a model's only pool; else ``client_limits`` checks them.
     priority: a lower one goes first in the queue. logged: whether its decisions are written to the
     decision log. continuable: how another worker may continue its stream; None: not at all.
     """
@@ -116,7 +116,7 @@ class Job(NamedTuple):
         return priority(self.request.priority, came_at_s, decision.prefill_tokens, speed_tps)
 
     def as_of_now(self) -> Job:
-        """Return the job with the unable workers of the last reading; the same object if nothing has changed."""
+        """Return the job with the workers that cannot serve it by the last reading; the same object if unchanged."""
         prompt = as_of(self.prompt, self.request, self.pool.view)
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.client_limits")
 
-REFUSED_S = 1.0  # time after a refusal in which a client's requests are checked before pools are asked
+REFUSED_S = 1.0  # time after a refusal in which a client's limits are checked before any pool decides
 MAX_REFUSED = 1_024  # most clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # most ends of requests stored for a silent pool; further requests count until they expire
+MAX_NOT_TAKEN = 4_096  # most ended requests stored until a silent pool answers; more count there until they expire
 
 
 class Counting:
@@ -53,8 +53,8 @@ class Counting:
         self._pools = pools
         self._metrics = metrics
         self._refused_until: dict[str, float] = {}  # tag of a client -> time until which limits are checked first
-        self._under_way = 0  # ends that Redis has neither taken nor refused
-        self._not_taken: dict[Pool, dict[str, int]] = {}  # ends that a pool did not take: request -> tokens
+        self._under_way = 0  # ends of requests that were sent to Redis and not answered yet
+        self._not_taken: dict[Pool, dict[str, int]] = {}  # requests whose end the pool did not take -> tokens
         self._none_left = asyncio.Event()
 
     def begin(self, model: str, reservation: str, limits: ClientLimits, prompt_tokens: int) -> Counted:
@@ -244,7 +244,7 @@ class Counted:
                 self._counting.failed(pool, error)
                 self.ask()
         elif self.answered:
-            if answer[0] == b"LIMITED":  # too late: the request has passed, and a renewal may count it there later
+            if answer[0] == b"LIMITED":  # too late: the request runs, and its next renewal may count it in this pool
                 self._charged[pool] = 0
         else:
             pool.degraded.succeeded()
@@ -300,7 +300,7 @@ class Counted:
             self._counting.end_in(pool, self.name, -charged if tokens is None else tokens)
 
     def hand_over(self) -> str:
-        """Leave the request to a gateway, which then renews and ends its count; return the id for the gateway."""
+        """Let the gateway that sends the request renew and end its count, by the id that this returns."""
         self._leave()
         return self.name
 

@@ -25,7 +25,7 @@ _KEPT = 40  # last bytes of a piece that are searched again with the next piece:
 
 
 class ErrorEvents:
-    """Makes the error event that ends one stream. form: the API's form, by the stream's path."""
+    """Makes the error event that ends one stream. form: the format of the client's API, by the request's path."""
 
     def __init__(self, form: Form) -> None:
         self._form = form

@@ -57,7 +57,7 @@ class Ending(NamedTuple):
 
     @property
     def broke_off(self) -> bool:
-        """Whether an answer with a status 2xx broke off, which is the worker's fault with any request."""
+        """Whether an answer with a status 2xx broke off: the worker's fault, whatever the request was."""
         return self.outcome == "failed" and self.status is not None and 200 <= self.status < 300
 
 
@@ -123,7 +123,7 @@ class Gateway:
     async def _where_booked(self, job: Job, reservation: str) -> Job:
         """Return the job with the pool first in which this reservation was booked before, if such a pool answers.
 
-        That may be another pool than the present first home pool: the model's pools may have changed, or a pool may
+        This may be another pool than the prompt's first choice now: the model's pools may have changed, or a pool may
         have been full or away.
         """
         pool = None
@@ -158,7 +158,7 @@ class Gateway:
     async def settle(self, model: str, reservation: str, ending: Ending) -> str:
         """Settle a reservation; return ``started``, ``settled``, ``unknown`` or ``same``.
 
-        The first report of an end also judges the worker, like an answer that this replica got. Raises ModelNotFound,
+        The first report of an end also judges the worker, as an answer through this replica does. Raises ModelNotFound,
         BadRequest, FleetUnavailable.
         """
         pool, booked = await self._booked(model, reservation)
@@ -190,8 +190,8 @@ class Gateway:
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
         """Find the pool that has a reservation, and the reservation's id in that pool.
 
-        If the model has several pools, the id there has no client's tag (``client_limits``), unless it was booked when
-        the model had one pool. Raises as ``_pool_of``.
+        Of several pools none counts clients by itself (``client_limits``), so the id there has no client's tag, unless
+        it was booked while the model had one pool. Raises as ``_pool_of``.
         """
         untagged = reservation[:RESERVATION_LENGTH]
         pool = await self._pool_of(model, untagged)
@@ -211,7 +211,7 @@ class Gateway:
         return await self._holder(pool.name, reservation) or pool
 
     async def _holder(self, model: str, reservation: str, *, asks_all: bool = True) -> Pool | None:
-        """Find the pool, of several, in which this reservation is booked, else a pool with its tombstone.
+        """Find the pool, of several, in which this reservation is booked, else a pool that remembers its end.
 
         None if no pool has it, or if the model has one pool. asks_all: pools that are away are asked, too. Raises
         FleetUnavailable if no pool that answers has it, and some pool does not answer.

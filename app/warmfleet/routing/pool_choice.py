@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.pool_choice")
 
-HOMES = 2  # number of home pools, which are asked at once
+HOMES = 2  # number of a prompt's home pools: the first in its order of pools, asked at the same time
 MOST_ASKED = 3  # most pools that are asked: if all of them are full, the request is refused
-LONG_S = 1.0  # price of a turn, less the whole prefill, above which a worker of a pool that is away is tried instead
-ENOUGH = 4  # least bound of this replica's requests per worker in a pool that is away; more if the busy pool has more
+LONG_S = 1.0  # if the price of a turn exceeds the whole prefill by this, a pool whose Redis is away is tried instead
+ENOUGH = 4  # this replica's requests per worker in a pool that is away stay below this, or below the busy pool's
 TIE_S = 0.005  # least difference of two costs that counts, as inside a pool (lua/parts/decide/cost_rule.lua)
 WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
 
@@ -58,8 +58,8 @@ WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in l
 class Offer(NamedTuple):
     """A pool's answer. cost_s: cost at the chosen worker, wait included; None if the request must wait in the queue.
 
-    turn_s: price of the turn at the worker that the request gets or waits for (function ``turn_s``). matched_tokens:
-    tokens of the prompt that this worker holds. token_s: seconds of prefill of one token there.
+    The others are for the worker that the request gets or waits for. turn_s: price (function ``turn_s``).
+    matched_tokens: tokens of the prompt in its cache. token_s: its prefill time of one token.
     """
 
     cost_s: float | None
@@ -74,7 +74,7 @@ def turn_s(wait_s: float, compute_s: float) -> float:
 
 
 def prices(offers: Sequence[Offer], stay: float) -> list[float]:
-    """Return the price of each offer. stay: the weight of a token that only another worker holds (``Weights``)."""
+    """Return the price of each offer. stay: weight of a token that only another worker caches (``Weights``)."""
     most = max(offer.matched_tokens for offer in offers)
     found: list[float] = []
     for offer in offers:
@@ -116,17 +116,17 @@ class PoolChoice:
 
 
 class _Comparison:
-    """The choice of a pool for one attempt, as long as it may wait."""
+    """The choice among a model's pools for one attempt. It remembers failed pools while the attempt waits."""
 
     def __init__(self, choice: PoolChoice, job: Job, attempt: Attempt, *, must: bool) -> None:
         self._choice = choice
         self._job = job
         self._attempt = attempt
         self._must = must
-        #: Tag of a failed pool -> reason. It is not asked again: the reservation was cancelled there, so it may refuse.
+        #: Tag of a failed pool -> reason. The pool is not asked again: the reservation was cancelled there.
         self._failed: dict[str, str] = {}
         self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
-        self._counted_over: set[str] = set()  # tags of home pools that were counted as passed over
+        self._counted_over: set[str] = set()  # tags of HOMES that the metric ``passed_over`` has counted
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
         """See ``PoolChoice.choose``."""
@@ -217,11 +217,11 @@ class _Comparison:
         return [pool for pool in reachable if pool.usable or self._note(pool, "empty")] or reachable
 
     def _note(self, pool: Pool, reason: str) -> bool:
-        """Count once that a home pool is passed over by this request; returns False."""
+        """Count in the metrics, once a request, that one of its HOMES is not asked; returns False."""
         if pool in self._job.pools[:HOMES] and pool.tag not in self._counted_over:
             self._counted_over.add(pool.tag)
             self._choice.passed_over(reason, pool.tag).inc()
-            level = logging.INFO if reason == "empty" else logging.WARNING  # readings report empty pools
+            level = logging.INFO if reason == "empty" else logging.WARNING  # ``waiting_models`` logs empty pools
             logger.log(level, "%s is passed over, other pools of the model are asked: %s", pool.tag, reason)
         return False
 
@@ -247,7 +247,7 @@ class _Comparison:
                 self._pass_over(booking.pool, booking.error)
 
     async def _at_once(self, asked: Sequence[Booking], *, may_wait: bool) -> None:
-        """Ask these pools together. Once a pool has answered, the others may be late."""
+        """Ask these pools together. Once a pool has answered, the others get little more time (``late_pools``)."""
         ask = self._choice.decider.ask
         tasks = {asyncio.create_task(ask(self._job, booking, may_wait=may_wait)): booking for booking in asked}
         waiting = set(tasks)

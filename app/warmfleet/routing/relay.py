@@ -330,10 +330,9 @@ def _names_model(answer: bytes, model: str) -> bool:
 def _check(
     job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, piece: bytes, *, whole: bool
 ) -> None:
-    """Raise UpstreamGone if an answer shows that another worker should be tried.
+    """Raise NameRefused, or UpstreamGone if the answer must be a JSON object and is not: another worker may be tried.
 
-    Either NameRefused, or the answer is not the JSON object that it must be, so the engine is broken. piece: the first
-    piece of the answer, or all of it if ``whole``.
+    piece: the first piece of the answer, or all of it if ``whole``.
     """
     if response.status == NOT_FOUND:
         _check_name(job, attempt.chosen.pool, decision.worker_id, piece)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02  # longest pause between two polls, hence longest delay of a turn that Redis did not predict
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
-REVIEW_S = 0.25  # time between two decisions for a ticket, as a decision costs Redis as much as some polls
+REVIEW_S = 0.25  # time between two decisions for a ticket; above POLL_S, as one costs Redis as much as several polls
 REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
-NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # tickets renewed in a poll: least number, and share (1/8); 3 µs of Redis each
+NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # a poll renews an eighth of the tickets, at least 32; each costs Redis 3 µs
 PAUSES = 4  # least pause, as a multiple of the last poll's duration, so that a long queue does not keep Redis busy
 
 
@@ -81,9 +81,9 @@ class Tickets:
 
 
 class TicketPolls:
-    """The tickets of one model in this replica. ``task`` polls Redis while the model has any.
+    """The tickets of one model in this replica. ``task`` polls Redis while there are any.
 
-    A poll returns all tickets that have their turn, and renews an eighth of this replica's tickets, which it names.
+    A poll returns all tickets that have their turn. It renews an eighth of this replica's tickets: its arguments.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -94,8 +94,8 @@ class TicketPolls:
         self._room_in_s = math.inf
         self._waiting: dict[str, asyncio.Future[Standing]] = {}  # by id, in the order of their last decisions
         self._review_at: dict[str, float] = {}
-        self._to_name: dict[str, None] = {}  # ids, the longest unnamed first
-        self._leaving: dict[str, float] = {}  # by id, the time since which the ticket leaves
+        self._to_name: dict[str, None] = {}  # ids; first those that were renewed longest ago
+        self._leaving: dict[str, float] = {}  # by id, when the ticket was given up
 
     async def wait(self, ticket: str, *, elsewhere: bool = False) -> Standing:
         """Return the ticket's state once that is not WAITS, or once the request is to be decided again.
@@ -167,7 +167,7 @@ class TicketPolls:
             self._review()
 
     def _named(self) -> list[str]:
-        """Return the tickets that the next poll names: those that were named longest ago."""
+        """Return the tickets that the next poll renews: those that were renewed longest ago."""
         named = list(islice(self._to_name, max(NAMED_AT_LEAST, len(self._to_name) // NAMED_SHARE)))
         for ticket in named:
             self._to_name[ticket] = self._to_name.pop(ticket)  # to the end

@@ -56,7 +56,7 @@ class LastRequests:
             return
         if record.error_status >= 500 or not record.complete:
             self._failed.append(record)
-        ended_at = record.ended_at  # below: no wait within a request is longer than the request
+        ended_at = record.ended_at  # a cheap test first: no wait of a request is longer than the request
         if ended_at - record.began_at > self._least_s or ended_at >= self._minute_ends_at:
             self._keep_slow(lateness_s(record), record)
 

@@ -91,8 +91,8 @@ class TrySpan(TryRecord):
 class RequestSpan(RequestRecord):
     """The span of a client's request.
 
-    ``name``: one of a few; it has no path that only a pattern of the operator covers. ``offset_ns``: Unix time
-    minus the time of ``perf_counter``. ``tracestate``: as the client sent it.
+    ``name``: method and path; the method alone if only an operator's pattern allows the path, so that names are few.
+    ``offset_ns``: Unix time minus the time of ``perf_counter``. ``tracestate``: as the client sent it.
     """
 
     def __init__(self, context: TraceContext, path: EnginePath, method: str, request_id: str, began_at: float) -> None:

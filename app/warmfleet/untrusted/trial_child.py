@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: 12 bytes per byte, and 0.2 s of CPU time plus 0.2 s per MB.
 MEMORY_BYTES, MEMORY_PER_BYTE = 512 * 2**20, 24
 CPU_S, CPU_PER_MB = 5.0, 1.0
-SHORT, LONG = 2_500, 20_000  # lengths in characters of the two texts that are timed for each repeated unit
+SHORT, LONG = 2_500, 20_000  # characters of the two texts that are timed; both repeat one of the UNITS
 MAX_SECONDS = 0.25  # most CPU time for the long text, for which the slower library usually takes 0.03 s
 UNNOTICED_SECONDS = 0.03  # CPU time up to which a long text passes, whatever the short text takes
 TRIES = 5  # most measurements: a busy machine makes single ones slow, but not five in a row
@@ -41,7 +41,7 @@ MAX_AFFIXES = 64  # most token ids that the tokenizer may add to every text
 MAX_REPLACEMENT = 16  # most characters that all replacements of the file together may make of one character
 MAX_CHARSMAP = 40  # most bytes that may replace one character; the longest of Unicode's own replacements has 33
 UNITS = ("a", "A", " ", "\n", "\t\n", "1", "=", "'s", "a ", "ab", "\x00", "é", "\u0301", "中", "😀", "\u2581")
-MAX_UNITS = 48  # most further units, taken from the patterns of the file
+MAX_UNITS = 48  # most strings from the patterns of the file that are repeated besides UNITS
 _ESCAPED = re.compile(r"\\[pP]\{[^}]*\}|\\.")
 _TINY = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
 
@@ -83,7 +83,7 @@ def _tried(tokenizer_json: bytes, template: str) -> str:
 
 
 def _check_replacements(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if replacements may make a text much longer. No probe has the rare characters that show this."""
+    """Raise ValueError if replacements may make a text much longer; timed texts lack the rare characters for it."""
     growth = 1
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         kind = part.get("type")
@@ -112,7 +112,7 @@ def _charsmap_growth(charsmap: bytes) -> int:
 
 
 def _check_texts(encoder: Encoder, tokenizer: Tokenizer) -> None:
-    """Time the tokenizer on long texts, each of which repeats one unit.
+    """Time the tokenizer on long texts, each of which repeats one unit (a short string).
 
     Raises ValueError if a text fails, takes more CPU time than MAX_SECONDS or MAX_GROWTH allow, or becomes more than
     MAX_IDS ids per character; also if the tokenizer adds more than MAX_AFFIXES ids to every text.
@@ -153,7 +153,7 @@ def _seconds(encode: Encode, text: str) -> tuple[float, int]:
 
 
 def _units(tokenizer: Tokenizer) -> list[str]:
-    """Return the units of long texts: common ones, and the characters and words in this tokenizer's own patterns."""
+    """Return the units to repeat: common ones, and the characters and words in this tokenizer's own patterns."""
     found: dict[str, None] = {}
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         pattern = part.get("pattern")

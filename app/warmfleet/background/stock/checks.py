@@ -54,23 +54,23 @@ logger = logging.getLogger("warmfleet.background.stock.checks")
 #: ends with its slowest check, and engines must be checked again within 15 s.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
-#: Most engines with a failed last check that one round checks again, in turn, besides all other engines: dead entries
-#: make a round no longer than one such check. For example, each of 200 dead engines is asked about once in a minute.
+#: Most engines with a failed last check that one round checks again, in turn, besides all other engines. They run at
+#: once, so dead engines lengthen a round by at most one time-out. Each of 200 is asked about once a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # part of the interval of checks during which a load that another replica read is not read again
+TOLD_LATELY = 0.8  # for this part of the check interval, no other replica reads an engine's load again
 NAME_CHARACTERS = 64
 #: Most blocks of an engine's mirror in Redis (the blocks that its cache likely holds), and the mirror's size if the
 #: cache's is unknown. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
 MAX_MIRROR_BLOCKS = 320_000
 REASON_CHARACTERS = 200  # most characters of a failed check's reason, in its worker's record
-MAX_COUNT = 2**31  # largest context length in tokens that is accepted from an engine, as from the plugin
+MAX_COUNT = 2**31  # largest context length in tokens that is accepted from an engine
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
     """The last check that an engine passed.
 
-    facts_at: when ``facts`` were read. failing_since: first failed check since the passed one, or None. Monotonic.
+    facts_at: when ``facts`` were read; failing_since: when the first check after this one failed, or None (monotonic).
     """
 
     pool: Pool
@@ -105,9 +105,9 @@ class StockEngines:
         self._timing = timing
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
-        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis was first told, or None
+        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis was told so first, or None
         self._failed: dict[str, None] = {}  # URLs whose last check failed, the longest ago first
-        #: Listed URL -> another worker that has the same engine, and the URL's last passed check.
+        #: Listed URL whose engine is another worker already -> that worker, and the URL's last passed check.
         self._standing_back: dict[str, tuple[str, CheckedEngine]] = {}
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # limits the checks of the current round
         self._headers: dict[str, str] = {}
@@ -117,7 +117,7 @@ class StockEngines:
         self._readiness = Readiness(client, self._headers, timing.health_interval_s)
 
     async def round(self) -> bool:
-        """Check the listed engines, of those with a failed last check only some, and the engines that leave.
+        """Check the listed engines and those that leave; of engines whose last check failed, only FAILED_IN_A_ROUND.
 
         Returns whether an engine passed whose last check failed. Raises FleetUnavailable if Redis does not take the
         result, and BadArgument if a list cannot be read.
@@ -177,7 +177,7 @@ class StockEngines:
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
-        if last is not None and last.pool is not engine.pool:  # else the old pool would choose it, too, for a TTL
+        if last is not None and last.pool is not engine.pool:  # else the old pool chooses it until its record expires
             await last.pool.fleet.workers.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
@@ -222,7 +222,7 @@ class StockEngines:
         self._checked.pop(url, None)
 
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
-        """Ask whether the engine takes requests. Its process may be new since the last check, with other paths."""
+        """Ask whether the engine takes requests. All paths are tried again if its process is new since then."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
         read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._timing.health_interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
@@ -239,7 +239,7 @@ class StockEngines:
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
-        if since is None or (gone and found.in_flight):  # others that list it have a round to say so
+        if since is None or (gone and found.in_flight):  # just told: others that list it get a round to say so
             self._leaving[url] = now if since is None else since
             return
         if gone:
@@ -301,8 +301,8 @@ class StockEngines:
         return max(serving, key=lambda pool: weight(pool.tag, url))
 
     async def _facts(self, url: str, known: EngineFacts | None) -> EngineFacts:
-        """Read the facts that the engine reports. All replicas must have equal facts, so if it does not answer, the
-        known facts are returned; without known facts, UpstreamError or ValueError is raised."""
+        """Read the facts that the engine reports. If the engine does not answer, return the known facts, because all
+        replicas must have equal facts; without known facts, raise UpstreamError or ValueError."""
         try:
             timeout_s = self._timing.check_timeout_s
             status, page = await self._client.get(url, "/metrics", self._headers, timeout_s)
@@ -335,7 +335,7 @@ def _reason(error: Exception) -> str:
 
 
 def _told_of(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the facts of an engine's /v1/models besides names: the longest context, and the models of adapters."""
+    """Return what an engine's /v1/models tells besides names: longest context, and the base model of each adapter."""
     told: dict[str, Any] = {}
     limit = max((_count(entry.get("max_model_len")) for entry in entries), default=0)
     if limit:

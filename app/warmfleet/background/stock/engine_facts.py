@@ -23,9 +23,10 @@ TGI_FACTS = "/info"
 
 
 class EngineFacts(NamedTuple):
-    """An engine's facts. cache_tokens: size of the cache; started: Unix time of the process's start; 0: not reported.
+    """An engine's facts, 0 if not reported. cache_tokens: size of the cache. started: Unix time of the process's start.
 
-    asks_info: whether ``/info`` has the size of the cache (``from_info``). identity: by ``identity_of``.
+    asks_info: the size of the cache is on ``/info`` instead (``from_info``). identity: tells processes apart
+    (``identity_of``).
     """
 
     block_tokens: int = BLOCK_TOKENS
@@ -44,7 +45,7 @@ def from_metrics(page: bytes) -> EngineFacts:
         block_tokens = int(size[1]) if size and int(size[1]) else block_tokens
         cache_tokens += block_tokens * int(blocks[1]) if blocks else 0
     if sglang := _largest(_SGLANG_TOKENS, page):
-        cache_tokens = sglang  # pages of SGLang may have one token, so BLOCK_TOKENS stays the block size here
+        cache_tokens = sglang  # SGLang's cache pages may hold one token each, so blocks keep the size BLOCK_TOKENS
     if (blocks_of := _largest(_TENSORRT_BLOCKS, page)) and (size_of := _largest(_TENSORRT_BLOCK_TOKENS, page)):
         block_tokens, cache_tokens = size_of, size_of * blocks_of
     started, asks_info = _largest(_STARTED, page), bool(_TGI.search(page))

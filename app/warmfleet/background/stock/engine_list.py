@@ -87,7 +87,7 @@ class EngineList:
         except (OSError, ValueError) as error:  # a time-out, too; ValueError: no name that DNS could know
             self._note(source.where, f"{host} cannot be resolved, so its last addresses stay: {error}")
             return
-        # Addresses taken for engines count as listed by the operator: the router connects and sends the engines' key.
+        # The router calls these addresses like listed ones, so a cloud's metadata service must not be one.
         engines = [address for address in addresses if not gives_credentials(address)]
         left_out = f"{host}: addresses that tell a machine's credentials are no engines and are left out"
         self._note(source.where, left_out if len(engines) < len(addresses) else "")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 32
 ASK_AGAIN_S = 30.0  # time until an engine that did not tell its identity is asked again
-#: Time after its last check for which a listed URL stands for its engine: two intervals of checks, so that another URL
-#: of the engine takes over before the worker is gone.
+#: If two listed URLs lead to one engine, only one of them is its worker. This is the age of that URL's last check, two
+#: check intervals, from which on the other URL takes over, before the worker expires.
 STANDS_S = 10.5
 
 
@@ -50,7 +50,7 @@ class EngineKey(NamedTuple):
         return mine.host == theirs.host or not (mine.named and theirs.named)
 
     def marks(self) -> Iterator[object]:
-        """Yield the look-up keys of the engine, of which two EngineKeys of the same engine share at least one."""
+        """Yield the look-up keys (marks) of the engine. Two EngineKeys of the same engine share at least one mark."""
         if self.identity:
             yield self.identity
         if self.place is not None:
@@ -64,7 +64,7 @@ class _Has(NamedTuple):
 
 
 class KnownEngines:
-    """The engines of all pools as they were read last, and the listed ones that this replica checks."""
+    """The engines that are workers of any pool, as last read, and the listed engines that this replica checks."""
 
     def __init__(self, pools: Pools, client: EngineClient) -> None:
         self._pools = pools
@@ -72,7 +72,7 @@ class KnownEngines:
         self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> identity, when to ask for it again
         self._fleet: dict[object, list[_Has]] = {}  # mark -> engines with this mark
         self._listed: dict[str, tuple[EngineKey, str]] = {}  # URL that passed its last check -> its key and worker
-        self._holders: dict[object, str] = {}  # mark -> the listed URL that stands for its engine
+        self._holders: dict[object, str] = {}  # mark -> the only listed URL by which this replica registers its engine
         self._told_s: dict[tuple[str, str], float] = {}  # (tag, worker_id) -> age of its last reported load
 
     async def look(self) -> None:
@@ -105,7 +105,7 @@ class KnownEngines:
         return EngineKey(identity, await self._client.place(url))
 
     def holder(self, url: str, key: EngineKey, tag: str, name: str) -> str:
-        """Return the worker that already has this engine; if none, let this URL stand for the engine and return "".
+        """Return another worker that is this engine; if there is none, note that this URL's worker is, and return "".
 
         tag, name: the pool and the worker of the URL itself.
         """
@@ -126,7 +126,7 @@ class KnownEngines:
         return ""
 
     def release(self, url: str) -> None:
-        """Let this URL stand for no engine."""
+        """Forget that this URL's worker is its engine, so that another URL may take over."""
         listed = self._listed.pop(url, None)
         for mark in listed[0].marks() if listed is not None else ():
             if self._holders.get(mark) == url:
@@ -163,7 +163,7 @@ def _counts(worker: WorkerView) -> bool:
 
 
 def _goes_before(has: _Has, own: _Has | None, name: str) -> bool:
-    """Whether the listed worker ``has`` stays instead of ``own``: the older one in one pool, else the first by name."""
+    """Whether the listed worker ``has`` stays, and ``own`` ends: in one pool the older stays, else the lower name."""
     if has is own or (own is None and has.worker.worker_id == name):
         return False
     if own is None:

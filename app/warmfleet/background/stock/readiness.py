@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT_S = 1.0  # longest wait for an answer; short, as a check takes up to 3 s, and a round begins every 5 s
 PAUSE_PATHS = {"/is_sleeping": "is_sleeping", "/is_paused": "is_paused"}  # path -> the field of its answer
-CONFIRM_S = 0.5  # time between two readings of a queue that was empty or unknown before
-LONGEST_WAIT_S = 30.0  # longest wait that is reported; a longer one counts as this long
+CONFIRM_S = 0.5  # pause before a queue is read again that was empty at the last check, or was never read
+LONGEST_WAIT_S = 30.0  # longest wait for a place in an engine's batch that is reported to Redis
 #: Names in the /metrics of vLLM, SGLang, TGI and llama.cpp for requests that run, that wait, and that have ended.
 RUNNING = (
     b"vllm:num_requests_running",
@@ -42,7 +42,7 @@ SLEEP_STATE, AWAKE = b"vllm:engine_sleep_state", b'sleep_state="awake"'
 
 
 class Ready(NamedTuple):
-    """The state of an engine; None is unknown. paused: also asleep. wait_s: time until a new request would begin."""
+    """The state of an engine, None if unknown. paused: paused or asleep. wait_s: seconds until a new request begins."""
 
     paused: bool | None = None
     wait_s: float | None = None
@@ -81,7 +81,7 @@ class Readiness:
         self._known = {url: known for url, known in self._known.items() if url in urls}
 
     async def ask(self, url: str, *, anew: bool, read: bool) -> Ready:
-        """Ask if an engine takes requests; raise no WarmfleetError. anew: forget its paths. read: /metrics, too."""
+        """Ask if an engine takes requests; raises no WarmfleetError. anew: try all PAUSE_PATHS. read: /metrics, too."""
         known = None if anew else self._known.get(url)
         paths = PAUSE_PATHS if known is None else known.paths
         before = None if known is None else known.figures
@@ -97,7 +97,7 @@ class Readiness:
         return Ready(_paused(told, figures), wait_s)
 
     async def _wait_s(self, url: str, figures: Figures, before: Figures | None) -> float:
-        """Estimate a new request's wait: the time that the queue takes, or 0 if that is shorter than the interval."""
+        """Estimate a new request's wait: the time to empty the queue, or 0 if shorter than the check interval."""
         if figures.waiting < 1:
             return 0.0
         if before is None or before.waiting < 1:  # the waiting requests may have just arrived
@@ -147,7 +147,7 @@ def _paused(told: Collection[bool | str], figures: Figures | None) -> bool | Non
 
 
 def figures_of(page: bytes, now: float) -> Figures:
-    """Add up the figures of a page over all ranks and reasons. now: when it was read, in monotonic seconds."""
+    """Add up the requests on a /metrics page over all ranks and finish reasons. now: monotonic time of the reading."""
     awake = [value for labels, value in _samples(page, SLEEP_STATE) if AWAKE in labels]
     running, waiting, ended = (
         sum(value for name in names for _, value in _samples(page, name)) for names in (RUNNING, WAITING, ENDED)

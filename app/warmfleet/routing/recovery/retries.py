@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.call import Job
 
 MAX_ATTEMPTS = 4  # most attempts, at different workers that take the request, before an answer's first byte
-MAX_GONE = 16  # most attempts at workers that are dead already or refuse the name, which cost no work
+MAX_GONE = 16  # most attempts at workers that are dead already or do not know the model, which cost no work
 MAX_DEATHS = 2  # most workers that may die with a request, which may have caused their deaths
 #: Least number of a model's workers with which a third worker gets the request after MAX_DEATHS, and the wait before
 #: that: engines that die of a common cause have died by then. After a third death no fourth worker gets the request.
