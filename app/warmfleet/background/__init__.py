@@ -1,1 +1,1 @@
-"""The work of a replica besides requests: it applies events, reads the fleet, proves workers and watches Redis."""
+"""The work of a replica besides requests: it applies events, reads the fleet, probes workers and watches Redis."""

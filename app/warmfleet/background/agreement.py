@@ -1,5 +1,5 @@
 """Finds workers of one model with different tokenizer identities or hash schemes, which hash one prompt differently,
-and workers that do not serve their pool's name.
+and workers that do not serve the model of their pool.
 
 Each change is logged once, and a gauge shows how many workers differ from the largest group.
 """

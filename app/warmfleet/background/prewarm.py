@@ -1,9 +1,8 @@
 """Sends a worker with an empty cache the most shared prefixes of its model's prompts, before the worker takes requests.
 
-The replica whose probe of the worker passed does this before it records that result; a claim in the worker's record
-keeps other replicas away meanwhile. A prefix is sent with the salt and the adapter of the prompts that had it, so only
-requests with that salt and adapter find its blocks. After any failure the worker
-soon takes requests with a cold cache.
+The replica whose probe of the worker passed does this before it records that result. Its claim in the worker's record
+keeps other replicas away meanwhile. A prefix is sent with the salt and the adapter of its prompts, so only requests
+with that salt and adapter find its blocks. After any failure the worker soon takes requests with a cold cache.
 """
 
 from __future__ import annotations

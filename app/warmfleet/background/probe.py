@@ -1,4 +1,4 @@
-"""The probe of a worker: three short random prompts show whether its identity is what it announced.
+"""The probe of a worker: three short random prompts show whether it makes token ids and block hashes as announced.
 
 The prompts are a text, a chat and a list of token ids; each asks for one token of answer. The router computes their
 block hashes as it does for any request. Exactly these hashes must appear in the worker's own stream, and the worker
@@ -278,9 +278,9 @@ def _prompt_tokens(answer: bytes) -> int | None:
 
 
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
-    """Let Redis note which blocks the stream reports; return the questions without blocks that the worker holds now.
+    """Let Redis note which of these blocks the stream reports; return the questions with only the noted blocks.
 
-    Held blocks, for example the first of a chat template, are left out because no stream reports them again.
+    Blocks that the worker already holds, as the first of a chat template, are left out: no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(sent, hashes=tuple(block for block in sent.hashes if not next(held))) for sent in questions]

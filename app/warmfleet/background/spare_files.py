@@ -1,8 +1,8 @@
 """Empties copies of tokenizers and templates that no router will read.
 
 Every server stores its own files in Redis, about 1 MB, and servers with equal announcements have equal files. Routers
-read the files of the first few servers, so the copies of all others only take memory and are emptied. To its server an
-empty key means that the file is stored. When a server becomes one of the first, its empty keys are deleted, so that the
+read the files of the first few servers, so the copies of all others only take memory and are emptied. A server
+takes an empty key for a stored file. When a server becomes one of the first, its empty keys are deleted, so that the
 server stores its files again. Each server has its own keys, and routers check every digest.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the workers of every model again and again, and loads the identity that most of a model's workers announce.
+"""Reads the workers of every model again and again, and loads the tokenizer (identity) that most of them announce.
 
 The tables of a view are derived again only when a worker's standing (``_standing``: all its values but loads and ages)
 has changed, because in a fleet at rest only loads and ages change from one reading to the next.
@@ -86,7 +86,7 @@ class ViewReader:
     def _may_rest(self, pool: Pool) -> bool:
         """Whether the last reading of this pool need not be renewed yet, because the pool is at rest.
 
-        A pool with a worker that misses heartbeats does not rest, because the worker must be asked before it expires.
+        A pool with a worker that misses heartbeats does not rest, because ``vouching`` must ask the worker first.
         """
         until_s = self._rest_s - self._interval_s / 2
         return pool.idle.lasts and pool.view_age_s < until_s and pool.fleet.workers.quiet_s < ASK_AFTER_S - self._rest_s

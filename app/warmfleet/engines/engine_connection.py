@@ -63,7 +63,7 @@ class EngineResponse:
         self.request = request
         self.without_body = without_body
         self.on_stale: Callable[[EngineResponse], None] | None = None
-        #: Whether a connection was lost on which the engine had the whole request, of which it may have died.
+        #: Whether a connection was lost after the engine had the whole request, which may have killed the engine.
         self.may_have_been_read = False
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -298,7 +298,7 @@ class Connection(asyncio.Protocol):
         """Return whether the connection is open and became idle after ``idle_since``.
 
         The kernel is asked, because the event loop may not have seen the end yet. If the kernel knows of the engine's
-        end before a request is sent, the engine has not died of that request, and counts as one that refused it.
+        end before a request is sent, the engine has not died of that request, and counts as refusing it.
         """
         if self.idle_since <= idle_since or self._transport.is_closing():
             return False
@@ -376,7 +376,7 @@ class Connection(asyncio.Protocol):
         """After a whole answer, keep the connection for another request if that is safe, else close it."""
         self._answer = None
         transport = self._transport
-        # An engine may answer before it has read a whole request, and would take the rest of it for the next request.
+        # An engine may answer before it has read a whole request, and would take its unread rest for the next request.
         if self._keep_alive and not transport.get_write_buffer_size() and not transport.is_closing():
             self._reused = True
             self._kept.keep(self)

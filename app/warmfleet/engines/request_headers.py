@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
-#: A space would split the id in a log, and ``~`` marks the last request of a conversation (``wire.ENDED_MARK``).
+#: Removed: a space would split the id in a log, and ``~`` marks a conversation's last request (``wire.ENDED_MARK``).
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
 

@@ -32,7 +32,7 @@ class Comparison(Protocol):
 
 
 class Attempt:
-    """An engine's chance to serve a job, from before a worker is chosen until everything is given back.
+    """One try to serve a job at an engine, from before a worker is chosen until everything is given back.
 
     ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves the job; before a pool was
     chosen, the booking in the pool by which the prompt was identified. ``record``: the record of this try.

@@ -1,4 +1,4 @@
-"""Chooses the worker of an attempt: by a decision in Redis, or by this replica's last reading while Redis cannot."""
+"""Chooses the worker of an attempt: by a decision in Redis, or among the last known workers while Redis is away."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ whose Redis is away may be idle. A request takes the place of another in a full 
 
 The answers are compared by a price in seconds. If each asked pool offers a worker with room, the price is the predicted
 time to first token, plus the cost of moving a session away from blocks that only another pool's worker holds (by the
-weight ``stay``): decide adds this cost among the workers of one pool, but only the router can compare pools.
+weight ``stay``): lua/decide.lua adds this cost among the workers of one pool, but only the router can compare pools.
 
-If a pool lets the request wait for the worker that holds its first blocks, the price in all pools is the prefill still
-to compute, the time by which the engine is overdue, and half of the wait for it. (Inside a pool, the weight of the wait
-depends on how busy the engines are, lua/parts/shared/turns.lua.) A pool that lets the request wait is not worse for
-that, because its worker with the wait is cheaper than its free workers. While the request waits, its other home pool is
-asked again now and then.
+If a pool lets the request wait for the worker that holds its first blocks, the price in all pools is the seconds to
+compute what the worker lacks of the prompt, plus those by which the worker is later than expected, plus half of the
+wait for it. (Inside a pool, the weight of the wait depends on how busy the engines are, lua/parts/shared/turns.lua.) A
+pool that lets the request wait is not worse for that: its worker with the wait is cheaper than its free workers. While
+the request waits, its other home pool is asked again now and then.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class _Comparison:
         return False
 
     def _pass_over(self, pool: Pool, error: WarmfleetError | None) -> None:
-        """Exclude this pool from this attempt. error: the reason; None: the pool is away."""
+        """Exclude this pool from this attempt. error: the reason; None: the pool's Redis is away."""
         reason = NO_WORKER if isinstance(error, NoWorker) else "late" if isinstance(error, LatePool) else "away"
         self._failed[pool.tag] = reason
         self._note(pool, reason)

@@ -373,7 +373,7 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
 
 
 async def _first_piece(response: EngineResponse) -> bytes:
-    """Read the first piece of the body. The headers wait for it, so until then another worker can take over."""
+    """Read the first piece of the body. The client gets nothing before, so another worker can take over until then."""
     try:
         return await response.read_any()
     except (UpstreamGone, EngineTimeout):

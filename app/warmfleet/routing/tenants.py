@@ -38,9 +38,9 @@ class Tenancy:
         """Return a request's tenant (b"" if tenants are not kept apart), and its flow, by which the queue is fair.
 
         client: the name of the request's key, if any. The tenant is made of all values of the tenant header, so a
-        client cannot become another tenant by a second header. Where that header is Authorization, the tenant of a
-        named key is its name. Else X-Api-Key, by which clients of Anthropic's API send their key, counts as
-        Authorization if there is none.
+        client cannot become another tenant by a second header. If that header is Authorization, the name of a named
+        key is the tenant, and X-Api-Key, by which clients of Anthropic's API send their key, counts as Authorization
+        if there is none.
 
         The flow has 8 bytes that do not reveal the tenant header's value. Every request has a flow, whether tenants are
         kept apart or not. Two tenants with the same flow share its place in the queue; by chance this happens to one

@@ -2,7 +2,7 @@
 
 Completions take the ids as their ``prompt``, chats as ``kv_transfer_params.prompt_token_ids`` (vLLM 0.32 and newer).
 Every other byte of the request stays, so the answer is the same as for the text. Only exact ids are handed off, and
-only to a worker that is proven and announced the identity that made them. In every other case the engine gets the
+only to a worker that passed its probe and announced the same tokenizer. In every other case the engine gets the
 request as the client sent it.
 """
 

@@ -55,7 +55,7 @@ class Template:
         return "approved" if self.local is not None else self.sandbox.state
 
     async def ready(self) -> Format:
-        """Compile where the template may run, and return the content format. Raises NotReproducible."""
+        """Compile the template, here or in its own process; return its content format. Raises NotReproducible."""
         local = self.local
         return local.content_format if local is not None else await self.sandbox.ready()
 
@@ -134,7 +134,7 @@ class Templates:
         await asyncio.gather(*self._ending)
 
     async def _settle(self, template: Template) -> None:
-        """Make the template ready where it may run. Raises the error of compiling if it is approved."""
+        """Make the template ready: here if it is approved (raises the compiler's error), else in its own process."""
         if self.is_approved(template.sha256):
             await template.compile()
             logger.info("chat template %s is approved: rendered in this process", template.sha256[:12])

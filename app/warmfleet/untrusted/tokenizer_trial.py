@@ -74,7 +74,7 @@ class Encoders:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def take(self, tokenizer_json: bytes, template: str, *, trusted: bool) -> tuple[Encoder, Cuts]:
-        """Load a file, and return its encoder and where texts of the chat template ``template`` may be cut.
+        """Load a file; return its encoder, and where texts rendered by ``template`` may be cut into pieces to encode.
 
         trusted: the operator chose the file, so it needs no trial. Raises ValueError, which is Refused for a file that
         is not trusted.

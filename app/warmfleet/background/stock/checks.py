@@ -1,4 +1,4 @@
-"""Checks the engines without the plugin that the operator lists; registers those that pass as approximate workers.
+"""Checks the engines without the plugin that the operator lists; registers those that pass as workers.
 
 Every replica checks the engines of its own list, and registers them under the same names, so that an engine is one
 worker whichever replicas list it. The fleet has the engines of all lists. An engine that leaves a list drains and is
