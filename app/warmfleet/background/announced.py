@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_SERVERS = 8  # most API servers from which the same files are read, one after the other, until one read succeeds
 NAMED = 3  # most differing facts that a sentence names; engines of different models differ in nearly all facts
-#: The files that decide token ids, so that routers read them. Other files of a worker in Redis are not read.
+#: The files that decide token ids, so routers read them. Other files of a worker in Redis are not read.
 FILES = ("tokenizer.json", "chat_template.jinja")
 #: The facts of a server that decide token ids. Its other facts (limits, parsers, keys) may differ within a fleet.
 TOKEN_FACTS = (
@@ -45,7 +45,7 @@ class Grouping:
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-        """Return identity key (``identity_key``) -> its workers: the largest group first, of equal groups the older.
+        """Return identity key (``identity_key``) -> its workers: largest group first, of equals the first worker's.
 
         A worker that announced no files is in no group. A worker that announces fewer facts than a group, and
         contradicts none, joins the end of that group: a bridge (`warmfleet bridge` announces an engine that has no

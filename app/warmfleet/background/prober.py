@@ -33,7 +33,7 @@ logger = logging.getLogger("warmfleet.background.prober")
 
 AT_ONCE = 64  # most probes that one replica runs at a time, each with small requests and a connection to Redis
 SOON_S = 1.0  # time until a first probe that learned nothing is repeated, as the worker takes no requests until then
-SPREAD = 1.2  # largest ratio of two replicas' intervals, which differ so that mostly one replica probes
+SPREAD = 1.2  # replicas' probe intervals differ by up to this factor, so that mostly one replica probes
 #: The states in which a probe can be due, the most urgent first.
 URGENCY = {
     WorkerState.PENDING: 0,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlace:
-    """The address of a replica. name: host and port, for lists. url: where it answers operators; empty if not known."""
+    """The address of a replica. name: host and port, for lists. url: where operators reach it; empty if unknown."""
 
     name: str
     url: str = ""

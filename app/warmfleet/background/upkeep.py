@@ -48,7 +48,7 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
 
 
 async def tell_again(pools: Pools) -> None:
-    """Send Redis again those outcomes of requests that it did not accept. Without such outcomes nothing is sent."""
+    """Send Redis again the outcomes of requests that it has not accepted; if there are none, send nothing."""
 
     async def tell_model(pool: Pool) -> None:
         for reservation, outcome in pool.reservations.outcomes():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-#: Addresses at which clouds give any process the machine's credentials. Only a range of a single address allows one.
+#: Addresses at which clouds give any process the machine's credentials; each is allowed only by a range of its own.
 METADATA = frozenset(
     ipaddress.ip_address(text) for text in ("169.254.169.254", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )

@@ -88,7 +88,7 @@ class LogOutput(logging.Handler):
             passes = bool(self.filter(record))
             if passes:
                 self.emit(record)
-        except Exception:  # noqa: BLE001  arguments that do not fit cost this line, never the caller
+        except Exception:  # noqa: BLE001  wrong arguments lose this line, but must not fail the caller
             self.handleError(record)
             return False
         return passes

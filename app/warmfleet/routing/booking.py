@@ -131,7 +131,7 @@ class Booking:
         self.state = QUEUED if ticket.outcome == "queued" else NEW
 
     def limited(self) -> None:
-        """Note that a limit of the client's key refused the request. ``release`` ends a ticket that it has."""
+        """Note that a limit of the client's key refused the request. ``release`` gives up its ticket, if any."""
         self.state = self._before
 
     def not_booked(self) -> None:

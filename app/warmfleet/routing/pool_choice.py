@@ -58,8 +58,8 @@ WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in l
 class Offer(NamedTuple):
     """A pool's answer. cost_s: cost at the chosen worker, wait included; None if the request must wait in the queue.
 
-    The others are for the worker that the request gets or waits for. turn_s: price (function ``turn_s``).
-    matched_tokens: tokens of the prompt in its cache. token_s: its prefill time of one token.
+    turn_s, matched_tokens: price (function ``turn_s``) and cached tokens of the prompt at the worker that the request
+    gets or waits for. token_s: seconds of prefill of one token in this pool.
     """
 
     cost_s: float | None

@@ -50,7 +50,7 @@ class Tracing:
         self._options = options
         self._timing = timing
         self.context = Sampler(options.share, by_parent=options.by_parent).context
-        # Only one thread may increment a counter: the event loop's the first, the exporter's the other two.
+        # Only one thread may increment a counter: ``dropped`` is the event loop's, the other two are the exporter's.
         self._dropped, self._exported, self._failed = map(metrics.traces.labels, ("dropped", "exported", "failed"))
         self._tls = _tls(options)
         self._waiting: deque[RequestSpan] = deque()

@@ -104,7 +104,7 @@ def _number(text: str) -> float:
 
 
 def _of_exporter(environment: Mapping[str, str], name: str) -> str:
-    """Return the value of an exporter's variable: for traces if that is set, else for all signals."""
+    """Return an exporter's option: from the variable for traces if that is set, else from the one for all signals."""
     return environment.get(f"{PREFIX}TRACES_{name}", "").strip() or environment.get(PREFIX + name, "").strip()
 
 

@@ -39,7 +39,7 @@ logger = logging.getLogger("warmfleet.untrusted.render_process")
 
 START_S = 10.0  # longest time in which a process may start and compile
 WALL_S = 3.0  # longest wall time of an answer; the CPU limit does not end a stopped process, which uses no CPU time
-WAIT_S = 2.0  # longest time that a request waits for its turn; then it is routed by load
+WAIT_S = 2.0  # longest wait of a request for the template's process; after that the request is routed by load
 MAX_WAITING = 64  # most requests that wait for one template
 MAX_REQUEST_BYTES = 4 * 2**20
 PIECE_BYTES = 2**20  # most bytes per write to the socket, because copying more at once would delay the event loop

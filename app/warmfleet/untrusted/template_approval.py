@@ -28,7 +28,7 @@ ALL = "*"  # stands in place of a digest, and approves every template
 logger = logging.getLogger("warmfleet.untrusted.template_approval")
 
 MAX_TEMPLATES = 16  # most templates that are remembered
-MAX_PROCESSES = 4  # most processes, of at most 256 MiB each; a further one ends that which was started first
+MAX_PROCESSES = 4  # most processes, of at most 256 MiB each; one more process ends the oldest
 MAX_SOURCE_BYTES = 2**20  # most bytes of a template's source
 
 

@@ -57,7 +57,7 @@ ROUND_S = 9.0
 #: Most engines with a failed last check that one round checks again, in turn, besides all other engines. They run at
 #: once, so dead engines lengthen a round by at most one time-out. Each of 200 is asked about once a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # for this part of the check interval, no other replica reads an engine's load again
+TOLD_LATELY = 0.8  # for this part of the check interval after one replica read an engine's load, no other reads it
 NAME_CHARACTERS = 64
 #: Most blocks of an engine's mirror in Redis (the blocks that its cache likely holds), and the mirror's size if the
 #: cache's is unknown. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
@@ -239,7 +239,7 @@ class StockEngines:
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
-        if since is None or (gone and found.in_flight):  # just told: others that list it get a round to say so
+        if since is None or (gone and found.in_flight):  # leaves since now: others that list it have a round to say so
             self._leaving[url] = now if since is None else since
             return
         if gone:
