@@ -32,7 +32,7 @@ class BadArtifact(BadRequest):
 
 
 class Artifacts:
-    """Reads the files of API servers; empties pieces to save memory, or has a server store them again."""
+    """Reads tokenizers and templates, stored by servers in Redis in pieces; empties surplus pieces or asks for them."""
 
     def __init__(self, scripts: Scripts, workers: Workers) -> None:
         self._scripts = scripts

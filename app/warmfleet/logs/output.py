@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000  # most lines that wait: a few MB, or some seconds of the fullest access log
 FOLDED_LOOK_S = 5.0  # time between two looks whether a window of folded lines has ended
-GATHERED_S = 0.05  # time for which the thread gathers the lines of ``later``, to write them at once
+GATHERED_S = 0.05  # time for which the thread collects lines given to ``later``, before one write
 CLOSE_S = 2.0  # longest time for writing the waiting lines when the process stops
 LATER: Literal["later"] = "later"
 FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": JsonLines}

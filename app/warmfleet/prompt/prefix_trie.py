@@ -186,7 +186,7 @@ class Node(Ids):
         return Node.of(head, text, pieces, self.ids[len(head.ids) :], hashes)
 
     def marked(self) -> Mark:
-        """Return the mark of this node's end, made at the first call."""
+        """Return the position of this node's end; it stays valid if the node is split."""
         if self.mark is None:
             self.mark = Mark(self)
         return self.mark

@@ -160,7 +160,7 @@ class BridgedEngine:
             for rank in ranks:
                 rank.stop(leave=False)
             if self._stopping.is_set():
-                return  # the bridge ends, so nobody would report the engine
+                return  # the bridge ends: if the engine joined now, its later blocks would not be reported
             raise NotUsableError("its events cannot be followed; the log says why")
         assignment = server_assignment(self._redis_url, config.model, config.server_id, self._host)
         server = ServerPublisher(config, assignment)

@@ -59,10 +59,10 @@ class FixedObjective:
 class AdaptiveObjective:
     """The objective that follows the engine's own slowest requests, where nobody knows the right TTFT.
 
-    ξ is TAIL_SHARE of the number of uncached tokens that one request in ten exceeds. Far below that number T-LRU
-    changes nothing, and far above it T-LRU makes requests slow that were fast. The number falls as T-LRU works, and ξ
-    with it. A roomy cache needs no rule here: blocks of conversations that have probably ended go before any tagged
-    block (``TailEviction.is_silent``).
+    ξ is TAIL_SHARE times Q, the number of uncached tokens that one request in ten exceeds. With a ξ far below Q, T-LRU
+    changes nothing; with one far above it, T-LRU makes fast requests slow. As T-LRU works, Q falls, and so does ξ.
+    A roomy cache needs no rule here: blocks of conversations that have probably ended (``TailEviction.is_silent``) are
+    evicted before the blocks that T-LRU has tagged, which are those that it gives up.
     """
 
     def __init__(self) -> None:

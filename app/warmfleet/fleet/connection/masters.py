@@ -146,14 +146,14 @@ class SlotLine:
 
 
 class Masters:
-    """The masters that own the slots of this replica's tags, and the line to each of them.
+    """The masters that own the hash slots of this replica's pools, and the connection (MasterLine) to each of them.
 
     If no node names the owner of a slot, its calls go to the first node of the URL, which refuses them.
     """
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._slots: dict[str, int] = {}  # tag -> its slot
+        self._slots: dict[str, int] = {}  # hash tag of a pool's keys -> its slot
         self._followers: Counter[str] = Counter()  # tag -> number of clients: a pool and its registry may share it
         self._owners: dict[int, HostPort] = {}  # slot -> its master, where that is known
         self._lines: dict[HostPort, MasterLine] = {}
