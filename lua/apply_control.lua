@@ -93,7 +93,7 @@ end
 function control.leave()
   call("ZREM", alive_key, worker_id)
   record.left = true
-  row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- ends a router's vouching (vouch.lua) for the worker
+  row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- ends a router's vouch for the worker (vouch)
 end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
