@@ -34,10 +34,10 @@ def secured() -> Iterator[Secured]:
         yield made
 
 
-async def said(url: str, caplog: pytest.LogCaptureFixture, tag: str = "") -> str:
+async def said(url: str, caplog: pytest.LogCaptureFixture, tag: str = "", timeout_s: float = 10) -> str:
     """The single line that is logged about the Redis at ``url``. tag: the pool, for a Cluster."""
     caplog.clear()
-    client = connect(url, tag, timeout_s=0.5)
+    client = connect(url, tag, timeout_s=timeout_s)
     trying = asyncio.create_task(first_contact([client], url))
     await poll(lambda: caplog.messages or trying.done(), 30, "something is said")
     trying.cancel()
@@ -109,10 +109,10 @@ async def test_a_wrong_password(valkey_url: str, caplog: pytest.LogCaptureFixtur
 async def test_tls_that_does_not_fit(secured: Secured, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:
     told = await said(f"{secured.url}&ssl_ca_certs={secured.other_ca}", caplog)
     assert "shows a certificate that is not trusted, see WARMFLEET_REDIS_CA (" in told
-    told = await said(f"redis://127.0.0.1:{secured.port}", caplog)
+    told = await said(f"redis://127.0.0.1:{secured.port}", caplog, timeout_s=0.5)
     assert re.search(r"(ends the connection|does not answer in time|is no Redis).*begins with rediss://", told), told
     async with gate(valkey_url) as door:
-        told = await said(f"rediss://127.0.0.1:{door.port}", caplog)
+        told = await said(f"rediss://127.0.0.1:{door.port}", caplog, timeout_s=0.5)
         assert re.search(r"(does not speak TLS|perhaps it has no TLS there)", told), told
 
 
@@ -122,7 +122,7 @@ async def test_what_is_no_redis(caplog: pytest.LogCaptureFixture) -> None:
             f"redis://127.0.0.1:{port}", caplog
         )
     async with server(mute) as port:
-        assert "does not answer in time" in await said(f"redis://127.0.0.1:{port}", caplog)
+        assert "does not answer in time" in await said(f"redis://127.0.0.1:{port}", caplog, timeout_s=0.5)
 
 
 async def test_a_redis_that_is_too_old(caplog: pytest.LogCaptureFixture) -> None:
