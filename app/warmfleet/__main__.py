@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete(parser)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "pools" and not any(word.startswith("-") for word in rest):
-        options.tags += rest  # argparse leaves names in `rest` if all are behind an option: `pools drain --move llama`
+        options.tags += rest  # argparse leaves the pools in `rest` if all follow an option: `pools drain --move llama`
         rest = []
     if rest and options.command != "bridge":
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -97,7 +97,7 @@ logger = logging.getLogger("warmfleet")
 
 DRAIN_SETTLES_S = 3.0  # longest wait at the stop until requests' outcomes are in Redis; one call takes at most 2 s
 TELL_AGAIN_INTERVAL_S = 1.0
-ALARM_GAP_S = 0.1  # least time between two probes of suspected workers that do not wait for the next round
+ALARM_GAP_S = 0.1  # least time between two early rounds of probes for newly suspected workers, per pool
 MEMORY_INTERVAL_S = 1.0
 AUDIT_INTERVAL_S = 3_600.0  # time between two audits of a worker's part of the index; digests find most errors in 5 s
 AUDIT_LOOK_S = 10.0  # time between two checks whether a worker's audit is due
@@ -487,7 +487,7 @@ async def _meet(pools: Pools, url: str, contact: asyncio.Event) -> None:
 
 
 async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
-    """Wait until requests make a worker suspected, then begin its probe without waiting for the next round."""
+    """Wait until a worker is suspected (an answer was not as expected), then probe it before the next round."""
     await pool.fleet.upkeep.suspected.wait()
     pool.fleet.upkeep.suspected.clear()
     await _look(reader.refresh, prober)
@@ -521,7 +521,7 @@ async def _close_pools(pools: Pools) -> None:
 
 
 async def _drain(router: Router) -> None:
-    """Wait until the outcomes of requests that are on their way have reached Redis."""
+    """Wait until Redis has the outcomes of all ended requests, which are written in the background."""
     try:
         async with asyncio.timeout(DRAIN_SETTLES_S):
             await router.drained()

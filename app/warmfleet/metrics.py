@@ -34,7 +34,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class Number:
-    """A metric's value without a lock, as only one thread writes it. Adding takes a tenth of the library's time."""
+    """A metric's value without a lock: only one thread writes it. Adding takes a tenth of the library's time."""
 
     __slots__ = ("value",)
 
@@ -52,7 +52,7 @@ class Number:
 
 
 class Counter(prometheus_client.Counter):
-    """A metric that only grows. If it has labels, callers keep the children that ``labels`` returns."""
+    """A metric that only grows. If it has labels, callers keep what ``labels`` returns, to save look-ups."""
 
     _value: Number  # the library's type has a lock
 
@@ -161,7 +161,6 @@ class Metrics:
                         metric.remove(*sample.labels.values())
 
     def _of_requests(self) -> None:
-        """Make the metrics of requests and their engines."""
         self.requests = self._counter(
             "requests",
             "Requests that were answered; `model` is empty where a request was refused before its model was known",
@@ -208,7 +207,6 @@ class Metrics:
         )
 
     def _of_decisions(self) -> None:
-        """Make the metrics of decisions and reservations."""
         self.decision_seconds = self._histogram(
             "decision_seconds", "Time that a request waited for its decision", "model"
         )
@@ -244,7 +242,6 @@ class Metrics:
         )
 
     def _of_prompts(self) -> None:
-        """Make the metrics of prompts before they are sent."""
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all decided requests", "model")
         self.matched_tokens = self._counter(
             "matched_tokens", "Prompt tokens that the chosen worker held already", "model"
@@ -299,7 +296,6 @@ class Metrics:
         )
 
     def _of_the_queue(self) -> None:
-        """Make the metrics of requests that wait for a worker with room."""
         self.queued = self._gauge(
             "queued_requests",
             "Requests that wait in this replica, each until the worker that suits it has room",
@@ -373,7 +369,7 @@ class Metrics:
         )
 
     def _of_each_worker(self) -> None:
-        """Make the metrics of each worker at the last reading. Replicas read equal values: take the maximum, no sum.
+        """Make the metrics of each worker at the last reading. All replicas read equal values: query max, not sum.
 
         ``background/worker_gauges`` and ``background/index_health`` set them all anew, so that a worker that left does
         not stay.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 PREFIX = "WARMFLEET_"
-LIKE = 0.85  # least similarity, 0 to 1, at which a setting is suggested for a mistyped name; both have the prefix
+LIKE = 0.85  # least similarity, 0 to 1, at which a setting is suggested for a mistyped name; both include WARMFLEET_
 NUMBERS = {"int": "whole number", "float": "number"}  # type -> its name in messages
 #: The placement policies by name. lua/parts/decide implements them; lua/README.md says where each comes from.
 POLICIES = (
@@ -38,9 +38,9 @@ MIN_SECRET_CHARACTERS = 16
 MAX_SECRET_BYTES = 65_536  # largest file that is accepted as a secret
 MAX_PORT = 65_535
 MAX_TICKETS = 2**32 - 1  # largest queue limit, because scripts get the number of waiting requests in 32 bits
-#: Longest timeout of a decision: a third of a reservation's 30 s, so that a late one books none about to expire.
+#: Longest timeout of a decision: a third of a reservation's 30 s, so that a late decision's reservation still lives.
 MAX_DECIDE_TIMEOUT_S = 10.0
-MAX_PREFER_S = 3_600.0  # highest price, in seconds, of a missing label; a required label is a filter instead
+MAX_PREFER_S = 3_600.0  # most seconds that WARMFLEET_PREFER adds to a worker's cost for a missing label
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _SECONDS = re.compile(r"[0-9]*\.?[0-9]+")
@@ -419,7 +419,7 @@ class Settings:
 
     @property
     def lists_workers(self) -> bool:
-        """Whether the operator listed the addresses of workers, which then get requests and keys unproved."""
+        """Whether the operator listed workers' addresses, so that workers get requests and the key before a probe."""
         return self.worker_addresses != ANY_PRIVATE
 
     @property
@@ -493,7 +493,7 @@ class Settings:
                 yield f"WORKER_ADDRESSES: {text[:80]!r} is not an address range such as 10.0.0.0/8"
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield a message for each value that contradicts another setting, or a fixed time of the fleet."""
+        """Yield a message for each value that contradicts another setting, or the 30 s that a reservation lives."""
         for name, value in ("CLIENT_KEYS_FILE", self.client_keys_file), ("TENANT_KEY", self.tenant_key):
             if value and not self.admin_key and not self.admin_port:
                 why = "/metrics, /workers and /explain would tell every client about the others"

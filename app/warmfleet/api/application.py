@@ -42,7 +42,8 @@ class ServiceApplication:
     ) -> None:
         """Answer and log the request. With an access log, a request without an id gets an id, which its answer shows.
 
-        serve: makes the coroutine that answers. Made before, it would stay unawaited if the task is cancelled earlier.
+        serve: makes the coroutine that answers. If the caller made it, and this task were cancelled before it starts,
+        the coroutine would never be awaited, of which Python warns.
         """
         if self._access_log is None:
             await serve()

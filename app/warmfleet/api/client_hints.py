@@ -26,7 +26,7 @@ def read_hints(headers: Mapping[bytes, bytes], session_id: bytes, explain_key: s
     """Read the hints in a request's headers. Raises BadRequest, Unauthorized.
 
     headers: the headers that begin with ``x-warmfleet-``. session_id: the value of X-Session-ID, empty if there is
-    none. explain_key: the value that X-Warmfleet-Explain must have; "": any value; None: no client may ask.
+    none. explain_key: the value of X-Warmfleet-Explain that gets an explanation; "": any value; None: no value.
     """
     session = headers.get(SESSION) or session_id
     if not headers:
@@ -100,7 +100,7 @@ def _labels(value: bytes) -> frozenset[str]:
 
 
 def _explain(value: bytes, key: str | None) -> bool:
-    """Whether the client asks for an explanation. value: of X-Warmfleet-Explain, which then has the operator's key."""
+    """Whether the client asks for an explanation. value: of X-Warmfleet-Explain; to ask, the operator's key."""
     if value.strip().lower() in (b"", *NO):
         return False
     if key is None or (key and not hmac.compare_digest(value, key.encode())):

@@ -144,8 +144,8 @@ class CompletionsProxy:
     def _span(
         self, tracing: Tracing, request: HttpRequest, request_id: str, method: str, passed_on: dict[bytes, Field]
     ) -> RequestSpan | None:
-        """Begin the span of a sampled request, and drop the traceparent from the engine's headers, as each try makes a
-        traceparent of its own. For any other request, return None, and tell the engine that it is not sampled.
+        """Begin the span of a sampled request, and drop the traceparent from the engine's headers, because each
+        try makes its own. For any other request, return None, and tell the engine that it is not sampled.
         """
         given = passed_on.pop(b"traceparent", NOTHING)[1]
         context = tracing.context(given, passed_on.get(b"tracestate", NOTHING)[1])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.api.connections")
 
 BODIES = 32  # number of bodies of the largest size that fit into a replica's memory for bodies, 1 GiB by default
-RESERVED_CONNECTIONS = 64  # number of connections beyond the limit, which take only requests for health and metrics
+RESERVED_CONNECTIONS = 64  # connections accepted beyond the limit, for requests for health and metrics only
 
 
 class Connection(Protocol):

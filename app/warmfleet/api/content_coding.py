@@ -1,4 +1,4 @@
-"""Decodes bodies that clients compressed (Content-Encoding), within the limits for bodies, as engines decode none."""
+"""Decodes bodies that clients compressed (Content-Encoding), within the limits for bodies; engines decode none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STREAMS: dict[str, Callable[[bytes], Stream]] = {"gzip": _gzip, "x-gzip": _gzip,
 
 
 def codings(header: bytes) -> list[str]:
-    """Return the codings of a Content-Encoding header, the last first. Raises UnsupportedCoding."""
+    """Return the codings of a Content-Encoding header in decoding order, the last first. Raises UnsupportedCoding."""
     names = [name.strip().lower() for name in header.decode("latin-1").split(",")]
     found = [name for name in reversed(names) if name and name != "identity"]
     if len(found) > MAX_CODINGS or not STREAMS.keys() >= {*found}:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
 
 
-MAX_PATH = 100  # most characters of a path that an answer repeats; for a longer path it suggests none
+MAX_PATH = 100  # most characters of a path that an answer repeats; a longer path gets no suggestion
 LIKE = 0.7  # least similarity (``_likeness``, 0 to 1) at which a known path is suggested for a mistyped one
 OUR_BUG = "Something went wrong in the router; its log says what."
 

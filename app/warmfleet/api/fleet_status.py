@@ -42,7 +42,7 @@ def versions(pools: Pools) -> dict[str, Any]:
 
 
 def gauges(pools: Pools, metrics: Metrics) -> None:
-    """Set the metrics that each call of /metrics computes: of every worker, TTFT quantiles, age of the last read."""
+    """Set the gauges that each call of /metrics computes: of workers and TTFT, and the age of the last Redis read."""
     set_worker_gauges(pools, metrics)
     metrics.view_age_seconds.set(max(pool.view_age_s for pool in pools.all))
     for pool in pools.all:
@@ -92,7 +92,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
 
 
 def _worker(worker: WorkerView, truth: WorkerTruth | None, tag: str, moved_to: str) -> dict[str, Any]:
-    """Describe a worker. tag: of its pool. truth: its index; None without a plugin, and while Redis is away.
+    """Describe a worker. tag: of its pool. truth: figures of its index; None without a plugin or Redis.
 
     moved_to: another pool that gets the worker's heartbeats, if any.
     """
@@ -170,11 +170,11 @@ async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str,
     """Find the worker that a request would get now, and every worker's cost, without booking. Raises NoWorker.
 
     If no worker takes requests, NoWorker has the message that the request would get. While Redis does not answer, the
-    workers are those of the last reading, and ``fresh`` is false (``_by_last_reading``); if there was no reading,
+    workers are those last read from it, and ``fresh`` is false (``_by_last_reading``); if none was ever read,
     FleetUnavailable is raised.
 
     pool: the pool of the model whose tokenizer identifies the prompt. In the result, ``pools`` has the best worker and
-    the price of each pool that was asked, ``passed_over`` why others were not; other fields are about the best pool.
+    the price (seconds) of each pool asked, ``passed_over`` why others were not; other fields are about the best pool.
     """
     try:
         return await _considered(model, pool, inquiry)
@@ -249,7 +249,7 @@ def _refuses(explained: dict[str, Any]) -> bool:
 
 
 def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
-    """Return the worker that the request would get or wait for in this pool, and its price, to compare pools."""
+    """Return the worker that the request would get or wait for in this pool, and the pool's price (in seconds)."""
 
     def turn(row: dict[str, Any]) -> float:
         token_s = pool.view.token_s_of(row["worker_id"])
@@ -277,7 +277,7 @@ async def _line(pool: Pool) -> dict[str, Any] | None:
 async def _by_last_reading(pool: Pool, request: Request) -> dict[str, Any]:
     """Choose the worker while Redis does not answer, as routers do in an outage: by a hash of the prompt's beginning.
 
-    ``candidates`` have the load as last read; costs and matches are left out, as only Redis has them. Raises NoWorker.
+    ``candidates`` have the load as last read; costs and matches are left out: only Redis has them. Raises NoWorker.
     """
     prompt = await identify_here(request, pool)
     unable, workers = prompt.unable_workers, pool.last_known.workers

@@ -38,7 +38,7 @@ MAX_OUTPUT_TOKENS = 100_000_000  # most tokens of an answer that a gateway may r
 MAX_EXCLUDED = 64  # most ids of workers that a gateway may exclude, because they failed this request
 OUTCOMES = get_args(Outcome)
 _WORD = "[A-Za-z0-9_-]"
-RESERVATION = (  # the prefix marks a reservation; the client's tag may follow
+RESERVATION = (  # a prefix, random characters, and for a client with limits a hash of its name
     rf"{RESERVATION_PREFIX}{_WORD}{{{ID_CHARACTERS + 1}}}({_WORD}{{{CLIENT_TAG_LENGTH}}})?"
 )
 _RESERVATION = re.compile(RESERVATION)

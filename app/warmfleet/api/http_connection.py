@@ -449,7 +449,7 @@ class HttpConnection(asyncio.Protocol):
             self._expect(self._shared.write_timeout_s)
 
     def _expect(self, seconds: float) -> None:
-        """Set the deadline of the current state. A timer due earlier is moved when it fires, not at each deadline."""
+        """Set the deadline of the current state. A timer due earlier stays; when it fires, ``_tick`` sets it anew."""
         self._deadline = self._loop.time() + seconds
         if self._timer is not None:
             if self._timer.when() <= self._deadline:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class ListedPool:
-    """The facts of one pool's routable workers that the entries of its models show.
+    """The facts of one pool's routable workers that its models' entries in /v1/models show.
 
-    ``names``: served names. ``created``: when the first worker started, or joined, as Unix time; 0: not known.
+    ``names``: served names. ``created``: Unix time at which the first worker started (or joined); 0: not known.
     """
 
     def __init__(self, pool: Pool) -> None:

@@ -21,7 +21,7 @@ def ms(seconds: float) -> float:
 
 
 def started_at(record: RequestRecord) -> float:
-    """Return the Unix time at which the whole request had come, without corrections of the clock since the start."""
+    """Return the Unix time at which the whole request had come, by the system's clock as of this process's start."""
     return record.began_at + _CLOCK_OFFSET_S
 
 
@@ -82,7 +82,7 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
 
 
 def queue_s(record: RequestRecord, ended_at: float) -> float:
-    """Add up the seconds in the queue, in all tries. ended_at: the end of the wait of a try without a decision."""
+    """Add up the seconds in the queue over all tries of workers. ended_at: wait's end of a try without a decision."""
     return sum(
         (attempt.decided_at or attempt.ended_at or ended_at) - attempt.queued_at
         for attempt in record.tries

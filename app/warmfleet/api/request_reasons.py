@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
-MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part that is mentioned: in seconds, and as share of the whole
+MATTERS_S, MATTERING_SHARE = 0.002, 0.02  # shortest part of a request's time to mention: seconds, share of all
 MUCH_S, MUCH_TIMES = 0.1, 1.5  # a first byte is late beyond MUCH_TIMES its predicted time + MUCH_S
-FEW_TOKENS = 64  # most tokens that an engine may have cached less than predicted without mention
+FEW_TOKENS = 64  # if fewer tokens of a prompt than this were cached less than predicted, no sentence says so
 SLOW_S, SLOW_DECISION_S = 0.3, 0.05  # shortest part that gets advice; longest decision that is not called slow
 SILENCE_S = 1.0  # shortest silence in the middle of an answer that is mentioned
 SO_FAR = " so far"

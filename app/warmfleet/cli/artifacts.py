@@ -42,7 +42,7 @@ class Artifact:
 class Shelf:
     """The artifacts of one model by digest, and the digests that the operator approved.
 
-    approved: by this command. by_settings: by APPROVED_TEMPLATES in this shell; routers may have another value.
+    approved: by `warmfleet artifacts approve`. by_settings: by APPROVED_TEMPLATES in this shell; routers may differ.
     """
 
     fleet: Fleet

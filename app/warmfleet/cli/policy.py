@@ -24,7 +24,7 @@ DEFAULT = "default"
 
 def run(options: argparse.Namespace) -> int:
     """Show or switch the policy of each pool; returns 0. Raises CommandError, FleetUnavailable."""
-    logging.basicConfig(level=logging.CRITICAL)  # the command's error reports an outage
+    logging.basicConfig(level=logging.CRITICAL)  # an outage is told by the command's error, not by log lines
     if options.name not in (None, DEFAULT, *POLICIES):
         raise CommandError(f"{options.name!r} is no policy; known are {', '.join(POLICIES)}, and {DEFAULT}")
     asyncio.run(_run(options.name, options.redis, tags_of(options), as_json=options.json))

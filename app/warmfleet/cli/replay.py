@@ -84,7 +84,7 @@ def same(record: dict[str, Any], new: Choice) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures of a policy over single decisions, each in its logged state, not those that the policy would lead to.
+    """Figures of a policy over single decisions, each repeated in its logged state: none depends on an earlier choice.
 
     same_worker: share of decisions with the logged worker. matched: share of prompt tokens that were matched. cost_s:
     mean predicted cost. busiest_worker: share of decisions for the worker that was chosen most.

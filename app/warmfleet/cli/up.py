@@ -106,7 +106,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 def run(options: argparse.Namespace) -> int:
     """Start the stack, print how to use it, and serve until Ctrl-C or SIGTERM. Returns 1 if every replica died."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # shells start background jobs with SIGINT ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # both, because shells start background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     plan = plan_of(options)
     try:

@@ -55,8 +55,8 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
     STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
     requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
     the worker's stream that the index lacks; with ``wide`` BATCHES: the number of these. PROOF: the result of the last
-    probe. DIGEST: time since the worker's digest was last compared with the index. HEALED: how many of the differences
-    found are mended, and the cause of an open one. RESYNCS: snapshots taken over, by cause.
+    probe. DIGEST: time since the digest of its blocks was last compared with the index. HEALED: how many differences
+    found are mended, and the cause of an open one. RESYNCS: snapshots of its cache that replaced its index, by cause.
     """
     parts: list[Part] = []
     for model in answer["models"]:

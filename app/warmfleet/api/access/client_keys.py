@@ -72,7 +72,7 @@ class ClientKeys:
         """Return the key of a request, or ANYBODY if none is needed. Raises Unauthorized.
 
         The key is the bearer token of Authorization, or without that header the value of X-Api-Key, which clients of
-        Anthropic's API send. If that header comes twice, the request counts as one without a key.
+        Anthropic's API send. If the header in use comes twice, the request counts as one without a key.
         """
         if not self.required:
             return ANYBODY

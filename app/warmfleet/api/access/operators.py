@@ -38,7 +38,7 @@ NOBODY = "Without WARMFLEET_ADMIN_KEY nobody is answered here, because clients u
 
 
 class Operators:
-    """Checks requests to the paths for operators. ``hides``: whether clients must not see single requests."""
+    """Checks requests to the paths for operators. ``hides``: whether clients must not see facts of single requests."""
 
     def __init__(self, settings: Settings) -> None:
         self._key = settings.admin_key
@@ -73,7 +73,7 @@ def _direct(raw: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 def _asked_as_own(raw: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether the Host header names the replica's own host. After DNS rebinding, a browser sends another."""
+    """Whether the Host header names the replica's own host; after DNS rebinding it has the attacker's name."""
     host = next((value for name, value in raw if name == b"host"), b"")
     try:
         name = urlsplit(f"//{host.decode('latin-1')}").hostname or ""

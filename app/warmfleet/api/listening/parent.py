@@ -22,12 +22,12 @@ logger = logging.getLogger("warmfleet.api.listening")
 READY, ALIVE = b"ready\n", b"alive\n"
 HEARTBEAT_S = 1.0  # time between two reports that the replica is alive
 READY_LOOK_S = 0.05
-LAST_REQUESTS_S = 0.2  # time from the end of listening to draining, in which the last new connections are served
+LAST_REQUESTS_S = 0.2  # time from closing the sockets to draining: connections accepted last are served in it
 
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The sockets to listen on. clients: indices of the clients' sockets. operators: also the operators' socket."""
+    """The sockets to listen on. clients: indices of clients' sockets. operators: whether on the operators', too."""
 
     clients: tuple[int, ...] = ()
     operators: bool = False

@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
             with suppress(RuntimeError):  # no loop runs yet
                 asyncio.get_running_loop().call_soon_threadsafe(int)  # wakes the loop, which a signal alone does not
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  see self._sockets
         """Start the replica, then listen on all sockets, or on those that the parent orders."""
         await super().startup([])
         known, self.started = self._sockets, False
@@ -139,7 +139,7 @@ class Server(uvicorn.Server):
             protocol, sock=sock.dup(), ssl=door.tls, ssl_handshake_timeout=limit_s, backlog=BACKLOG
         )
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  they are known
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002  see self._sockets
         """Close the sockets, let running requests end, and end the background tasks."""
         if self._obeying is not None:
             self._obeying.cancel()

@@ -42,7 +42,7 @@ class ServerTls:
             self._seen = state
 
     def _listening(self, *, requires_certificate: bool) -> ssl.SSLContext:
-        """Make a listener's context, whose handshakes use the last read certificate and authority of clients."""
+        """Make a listener's context, whose handshakes use the certificate and the clients' authority last read."""
         context = _server_context()
         if requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED

@@ -95,7 +95,7 @@ def document(routes: Sequence[Route], engine_paths: Iterable[EnginePath], settin
 
 
 def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -> Json:
-    """Build the entry of a path whose requests go to engines. answers: the statuses that it lists."""
+    """Build the entry of a path whose requests go to engines. answers: the statuses listed as engines' answers."""
     needed = path.form in ("completions", "chat")
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
     if path.takes_all_types:

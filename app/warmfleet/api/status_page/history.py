@@ -23,7 +23,7 @@ EVERY_S = 5.0  # time between two points, the interval of heartbeats
 SPAN_S = 900.0  # length of the history, long enough to see the causes of an alert
 POINTS = int(SPAN_S / EVERY_S) + 1
 RATE_S = 10.0  # time over which current rates are averaged; with less, the rate of one request a second would flicker
-RATIO_S = 60.0  # time over which the hit ratio is computed; times to first token cover the same
+RATIO_S = 60.0  # time over which the hit ratio is computed; quantiles of times to first token cover 60 s, too
 
 Number = int | float | None
 
@@ -31,7 +31,7 @@ Number = int | float | None
 class Point(NamedTuple):
     """The figures of a model at a moment. at: monotonic seconds.
 
-    decided, fallbacks and both ..._tokens: sums since the replica's start. p50_s, p90_s, p99_s: quantiles of the time
+    decided, fallbacks (without Redis), both ..._tokens: sums since start. p50_s, p90_s, p99_s: quantiles of the time
     to first token of the last minute's streams; None without streams. waiting: requests in this replica's queue.
     """
 

@@ -28,13 +28,14 @@ READ_S = 1.0  # longest wait for Redis; after that the page shows this replica's
 CANDIDATES = 5  # most candidates shown of a decision that returned all: the chosen worker and the cheapest others
 LAST_READ = "took requests when last read"
 AVOIDED = "; this replica avoids it for a moment: a request or a health check just failed there"
-#: The ways to choose a worker, from the best to the worst. The page draws them as a ladder.
+#: Ways to choose a worker, the best first: by Redis; by Redis, with engines asked for /health because heartbeats are
+#: missing; by hash, from the workers last read; none. The page draws them as a ladder.
 RUNGS = ("redis", "asked", "last_known", "nothing")
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The data of a model that Redis has. reached: False if Redis does not answer; the other fields are then empty."""
+    """A model's data in Redis: of index (truth), memory, queue (line). reached: False: no answer, others are empty."""
 
     reached: bool
     truth: Truth

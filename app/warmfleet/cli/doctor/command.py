@@ -76,7 +76,7 @@ OF_REDIS = ("server", "clock", "latency", "router rights", "worker rights")  # c
 
 @dataclass(frozen=True)
 class Plan:
-    """The subjects of the checks. url: of Redis, with the CA. admin_url: for a Redis user who may see users' rights.
+    """The subjects of the checks. url: of Redis, CA file included. admin_url: with a user who may see users' rights.
 
     url_from: the option or variable that gave ``url``, for remedies. wall: returns this machine's Unix time.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
 
-UNREAD_S = 5.0  # longest time without a replica that reads the streams; each reads them once a second or more
+UNREAD_S = 5.0  # longest time in which no replica reads the streams of cache events; each reads once a second or more
 LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
@@ -38,7 +38,7 @@ HARMLESS = (WorkerState.DRAINING, WorkerState.PAUSED, WorkerState.WARMING, Worke
 
 @dataclass(frozen=True, slots=True)
 class PoolReading:
-    """A pool as read from Redis. others: names of other models there, if known. drained: by the operator.
+    """A pool as read from Redis. others: names of this Redis's other models, if known. drained: by the operator.
 
     moved: workers and servers that are alive in another pool, or on their way to one: name -> that pool.
     beside: other pools of the model, which have engines.
@@ -61,7 +61,6 @@ class PoolReading:
 
 
 def all_of(pool: PoolReading) -> list[Finding]:
-    """Run all checks of this module and return their findings."""
     findings = [applied(pool.streams, pool.tag, pool.name)]
     findings += _missing_cores(pool)
     gone = {worker.worker_id: to for worker in pool.workers if not worker.state.alive and (to := _place(worker, pool))}

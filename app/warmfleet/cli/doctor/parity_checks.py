@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.identities import Identities
     from warmfleet.prompt.prompt_identity import Identity
 
-ANSWER_S = 30.0  # longest wait for an answer, as an engine may compile something at its first request
+ANSWER_S = 30.0  # longest wait for an answer, because an engine may compile kernels at its first request
 INDEXED_S = 5.0  # longest wait for blocks in the index; usually reported within 0.1 s, applied within another 0.1 s
 POLL_S = 0.05
 METRICS_S = 2.0  # longest wait until an engine's metrics count a request that it has answered
@@ -52,7 +52,7 @@ MISMATCH = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The engine that is examined. worker: None if it has not joined the fleet. rank: of the core, if several."""
+    """The engine to examine. worker: None if it has not joined. rank: of its core; empty if the engine has one core."""
 
     engine: Engine
     model: str

@@ -57,7 +57,7 @@ def registries(unread: Mapping[str, str], tags: Sequence[str]) -> list[Finding]:
 
 
 def unknown(unread: Iterable[str]) -> list[Finding]:
-    """Make a finding for each registry that could not be read, used if none of the checked pools answers either."""
+    """Make a "skipped" finding for each registry that could not be read; used if no checked pool answers."""
     text = "the registry of {0}'s pools cannot be read: name those that may be on other masters with --model"
     return [skipped("registry", text.format(name)) for name in unread]
 

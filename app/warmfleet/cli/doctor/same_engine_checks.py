@@ -31,7 +31,7 @@ async def keys_of(client: EngineClient, urls: Iterable[str]) -> dict[str, Engine
 
 
 def booked_twice(workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -> list[Finding]:
-    """Find listed engines known as two workers, which get twice their share. workers: of all pools. keys: by URL."""
+    """Find engines of WARMFLEET_STATIC_WORKERS known as two workers, with a double share. workers: of all pools."""
     serving = [worker for worker in workers if worker.routable and worker.url in keys]
     found = []
     for at, worker in enumerate(serving):
@@ -46,7 +46,7 @@ def booked_twice(workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -
 
 
 def worker_of(url: str, workers: Sequence[WorkerView], keys: Mapping[str, EngineKey]) -> Finding | None:
-    """Make the finding about an engine of the list that is a worker under another URL or by its plugin."""
+    """Make the finding about an engine of WARMFLEET_STATIC_WORKERS that is a worker by its plugin or another URL."""
     known = [worker for worker in workers if worker.heard and worker.url in keys and url in keys]
     same = [worker for worker in known if keys[url].same(keys[worker.url])]
     for worker in sorted(same, key=lambda worker: worker.approximate):

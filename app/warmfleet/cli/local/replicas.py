@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.replicas")
 
 BACKLOG = 2_048  # most connections that the kernel keeps until a replica accepts them
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause until an ended replica is started again, doubled each time
-STEADY_S = 60.0  # lifetime of a replica after which its end counts as a first failure again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # pause before an ended replica's restart: the first, and the longest
+STEADY_S = 60.0  # a replica that lived longer gets the first pause again; else the pause doubles
 READY_WITHIN_S = 60.0  # longest start of a replica in a reload; in a fleet without workers it is ready after 15 s
-STOPS_LATE_S = 15.0  # a stopping replica is killed this long after its time for draining and open answers
-#: The longest pause of an event loop that was measured is 0.3 s (garbage collection under 5,000 streams).
+STOPS_LATE_S = 15.0  # time from the end of a stopping replica's time limit (drain and open answers) to its kill
+#: A busy replica is not taken as hung: its longest measured pause is 0.3 s (garbage collection, 5,000 streams).
 SILENT_BEATS = 30  # missing heartbeats in a row (one is sent per second) after which a replica is killed as hung
-USERS_FAULT = 2  # exit status of a command that cannot do what it was asked
+USERS_FAULT = 2  # exit status for a wrong setting or option, by which no restart would help
 
 
 @dataclass(eq=False)
 class Replica:
-    """A replica's process. line: the socket by which it is told where to listen. listening: the last such message.
+    """A replica's process. line: the socket by which the parent sends it ``Listening``. listening: the last one sent.
 
     missed: number of heartbeats missing since the last one; None before the first, and after the socket's end.
     """
@@ -93,7 +93,7 @@ def bind(settings: Settings, count: int) -> Shared:
 
 
 class Replicas:
-    """The parent. ``run`` returns the exit status of the command."""
+    """The parent process, which starts and watches replicas. ``run`` returns the exit status of the command."""
 
     def __init__(self, command: Sequence[str], sockets: Shared, stops_within_s: float) -> None:
         """command: starts a replica if ``--place`` is added. stops_within_s: time for draining and open answers."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1  # time between two HTTP requests to a replica that is not ready yet
 REPLICA_SECONDS = 30.0
 WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # longest start of engines; real ones load a model first
-LISTED_SECONDS = 1_800.0  # longest wait for engines of the user, as the largest models load for half an hour
+LISTED_SECONDS = 1_800.0  # longest wait for the user's engines, because the largest models load for 30 min
 LISTED_POLL_SECONDS = 1.0
 #: The text before the message in a line of vLLM's log: process, level, time, and place in the source.
 _ENGINE_LINE = re.compile(r"^(\(\S+[^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")

@@ -36,7 +36,7 @@ class Verdict:
 
 
 class Walk:
-    """Takes a conversation through the four states. The replicas take turns, so each request goes to another one."""
+    """Takes a conversation through the states that ``states`` lists. Replicas take turns with its requests."""
 
     def __init__(self, stack: Stack, chat: Chat, rng: random.Random) -> None:
         self._stack = stack
@@ -52,7 +52,7 @@ class Walk:
             yield await state()
 
     async def cold_start(self) -> Verdict:
-        """Send requests with one new prefix at once; check that most follow the first before reports of blocks."""
+        """Send requests with a new prefix at once; check that most follow the first before its blocks are reported."""
         prefix = system(words(self._rng, PREFIX_TOKENS))
         chats = [[prefix, user(f"Question {number}: {words(self._rng, 12)}?")] for number in range(AT_ONCE)]
         answers = await asyncio.gather(*(self._chat.send(self._replica().url, messages) for messages in chats))

@@ -12,7 +12,7 @@ import sys
 import time
 
 GRACE_SECONDS = 5.0
-POLL_SECONDS = 0.05  # time between two looks at the groups: as they are no child processes, waitpid cannot wait
+POLL_SECONDS = 0.05  # time between two looks at the groups, polled because waitpid takes child processes only
 
 
 def signal_group(group: int, number: int) -> bool:

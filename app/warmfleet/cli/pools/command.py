@@ -57,7 +57,7 @@ class PoolFigures:
 
 def run(options: argparse.Namespace) -> int:
     """Run the chosen action; return 0. Raises CommandError."""
-    logging.basicConfig(level=logging.CRITICAL)  # the command's error reports an outage
+    logging.basicConfig(level=logging.CRITICAL)  # an outage is told by the command's error, not by log lines
     _check(options)
     asyncio.run(_run(options))
     return 0
@@ -192,7 +192,7 @@ async def _add(url: str, registry: PoolRegistry, tags: Sequence[str], named: Seq
             )
     if len(entries) + len(new) > MAX_POOLS:
         raise CommandError(f"a model has {MAX_POOLS} pools at most")
-    # The new pools get the operator's policy and approved templates of the first of these pools that has any.
+    # New pools get the operator's policy and approved templates of an old pool, else of the first named that has any.
     await _same_orders(url, [next(iter(entries))] if entries else [registry.name, *used, *tags], new)
     await registry.write([PoolEntry(tag) for tag in new])
     for tag in tags:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 2.0
-SEEN_S = 90.0  # a server with an older record has ended: it would write one every 30 s, by a clock that differs a bit
+SEEN_S = 90.0  # a server has ended if its record is older: it renews the record every 30 s, by its own clock
 
 
 def tags_of(options: argparse.Namespace) -> list[str]:

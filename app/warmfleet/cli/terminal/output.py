@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_NAMED = 8  # most names in a sentence or a cell
 #: A cell that is a number, perhaps with a unit, or means "no number". A column of such cells is aligned to the right.
 _NUMBER = re.compile(r"(([+-]?\d[\d,.]*)( ?[%a-zA-Z]{1,3})?|-|never|)\Z")
-_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # to another screen without cursor; and back
+_PICTURE, _NO_PICTURE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # other screen, cursor hidden; undo both
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K\n", "\x1b[J"  # to the first line; clear rest of line; of screen
 
 
@@ -162,7 +162,6 @@ def _console(width: int) -> Console | None:
 
 
 def _renderable(part: Part) -> RenderableType:
-    """Return the part as rich prints it."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -20,7 +20,7 @@ BAR = 24  # length of the bar in characters
 
 
 class Progress:
-    """At a terminal, one line with the seconds so far, and a bar if the end is known; elsewhere, a line every PLAIN_S.
+    """Shows the running step: at a terminal by a line with seconds, and a bar if the end is known; else every PLAIN_S.
 
     A thread draws the line, also while the command waits. The end of the ``with`` block removes the line.
     """
