@@ -142,8 +142,8 @@ def create_app(
     """Build all paths of a replica and their handlers; the lifespan of the clients' application runs background tasks.
 
     log: the output for the access log; its dropped lines are counted. place: by default host and port of the settings.
-    Raises BadArgument if the settings name no model, or a policy or an objective for a model that they do not name, or
-    a file that cannot be used, or if a variable of OpenTelemetry has a wrong value.
+    Raises BadArgument if the settings name no model, or a file that cannot be used; if they give a policy or a TTFT
+    objective to a model that they do not name; or if a variable of OpenTelemetry has a wrong value.
     """
     _check_models(settings)
     replica = _replica_of(settings, timing, place or ReplicaPlace(_name_of(settings.admin_port or settings.port)))
@@ -290,7 +290,7 @@ def log_output(settings: Settings, replica: str = "") -> LogOutput:
 
 
 async def serve(settings: Settings, sockets: Sockets, log: LogOutput | None = None) -> None:
-    """Serve until SIGINT or SIGTERM. log: as in ``create_app``."""
+    """Serve until SIGINT or SIGTERM. log: the output for the access log."""
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_AFTER)
@@ -325,7 +325,7 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
 
 
 def server(settings: Settings, sockets: Sockets, log: LogOutput | None = None, timing: Timing = Timing()) -> Server:
-    """Build a server with the settings' limits, not yet running. log: as in ``create_app``. Raises BadArgument."""
+    """Build a server with the settings' limits, not yet running. log: for the access log. Raises BadArgument."""
     doors = create_app(settings, log, _place(settings, sockets) if sockets.clients else None, timing)
     config = uvicorn.Config(
         doors.application,
@@ -494,16 +494,16 @@ async def _alarm(pool: Pool, reader: ViewReader, prober: Prober) -> None:
 
 
 async def _check(static: StockEngines, reader: ViewReader, prober: Prober, changes: PoolChanges) -> None:
-    """Check engines without the plugin. A newly found engine takes requests at once, not after the next reading."""
+    """Check engines without the plugin. A new one takes requests at once, not after the next read of Redis."""
     await changes.known()
     if await static.round():
         await _look(reader.refresh, prober)
 
 
 async def _look(read: Callable[[], Awaitable[bool | None]], prober: Prober, waiting: Waiting | None = None) -> None:
-    """Read the fleet and start probes by this reading, so that workers that have just joined are probed at once.
+    """Read the workers from Redis, then start the probes that are due: a worker that has just joined is probed at once.
 
-    read: returns False if every pool is at rest, so that nothing was read.
+    read: returns False if nothing was read, because every pool is at rest (has no requests).
     """
     anything: bool | None = True
     try:

@@ -279,7 +279,6 @@ class Metrics:
         )
 
     def _of_waits(self) -> None:
-        """Make the metrics of clients' waits for their first byte."""
         self.first_byte_seconds = self._histogram(
             "first_byte_seconds",
             "Time from reading a request to the first byte of its answer: of a `stream` that is its first token; a "
@@ -315,7 +314,6 @@ class Metrics:
         )
 
     def _of_background(self) -> None:
-        """Make the metrics of the replica's work besides requests."""
         self.task_failures = self._counter("task_failures", "Rounds of background tasks that failed", "task")
         self.applied_blocks = self._counter("applied_blocks", "Block events that this replica applied to the index")
         self.audited_blocks = self._counter("audited_blocks", "Blocks of the index that this replica audited")

@@ -52,7 +52,7 @@ class Timing:
     # how long a client may take
     handshake_timeout_s: float = 10.0  # longest TLS handshake, two round trips; slower clients only occupy connections
     header_timeout_s: float = 10.0  # longest wait for headers, a packet or two; slower clients only occupy connections
-    body_timeout_s: float = 60.0  # longest body: the largest at 4.5 Mbit/s; a slower client would hold memory too long
+    body_timeout_s: float = 60.0  # longest upload: the largest body at 4.5 Mbit/s; slower ones hold memory too long
     body_look_s: float = 10.0  # time between two checks whether a body comes quickly enough
     write_timeout_s: float = 60.0  # time in which a client must take a byte of its answer, or is disconnected
 

@@ -82,7 +82,8 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
 
 
 def queue_s(record: RequestRecord, ended_at: float) -> float:
-    """Add up the seconds in the queue over all tries of workers. ended_at: wait's end of a try without a decision."""
+    """Add up the seconds that a request waited in the queue, over all its tries. ended_at: the time up to which a try
+    without a decision has waited."""
     return sum(
         (attempt.decided_at or attempt.ended_at or ended_at) - attempt.queued_at
         for attempt in record.tries

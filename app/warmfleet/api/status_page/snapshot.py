@@ -35,7 +35,8 @@ RUNGS = ("redis", "asked", "last_known", "nothing")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A model's data in Redis: of index (truth), memory, queue (line). reached: False: no answer, others are empty."""
+    """The data of a model in Redis. truth: about its index. memory: used by Redis. line: its queue. reached: False if
+    Redis does not answer; the other fields are then empty."""
 
     reached: bool
     truth: Truth

@@ -200,7 +200,7 @@ def joined(engine: Engine, mine: Sequence[WorkerView], others: Sequence[WorkerVi
 async def listed(engine: Engine, worker: WorkerView | None, wanted: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Check that an engine of WARMFLEET_STATIC_WORKERS is a worker that takes requests; otherwise a fault says why not.
 
-    wanted: as in ``served``. Raises UpstreamError.
+    wanted: model tag -> names that the model's workers announce. Raises UpstreamError.
     """
     url = shown(engine.url)
     if worker is not None and worker.routable:

@@ -89,7 +89,7 @@ def _place(worker: WorkerView, pool: PoolReading) -> str:
 
 
 def applied(streams: Streams, tag: str, configured: str) -> Finding:
-    """Check that a router applies the pool's cache events (streams) to the index. configured: as in ``PoolReading``."""
+    """Check that a router applies the pool's cache events to the index. configured: engines' WARMFLEET_MODEL."""
     if streams.ticked_s is not None and streams.ticked_s <= UNREAD_S:
         return ok("routers", "a router applies the workers' streams")
     since = "ever since this Redis is empty" if streams.ticked_s is None else f"for {streams.ticked_s:.0f} s"

@@ -49,7 +49,7 @@ REMEDIES = {
     "slow": "find out what keeps Redis busy (SLOWLOG GET), or which firewall swallows the packets",
     "loading": "wait: Redis reads its dump",
 }
-#: Remedies, by kind of URL, if some node takes connections, but no master can be reached through it.
+#: Remedies, by kind of URL, if some nodes take connections, but the master that they name cannot be reached.
 NO_MASTER = {
     "sentinel": "compare the SERVICE at the end of the URL with `sentinel monitor` of the Sentinels, and see whether"
     " the address that they name can be reached from here",

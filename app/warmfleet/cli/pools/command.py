@@ -219,7 +219,7 @@ async def _any_worker(url: str, tags: Iterable[str]) -> bool:
 async def _new_tag(url: str, registry: PoolRegistry, options: argparse.Namespace, named: Sequence[str]) -> str:
     """Find a tag that puts a new pool on the Redis master with the fewest pools, counting all models of the settings.
 
-    named: as in ``_add``.
+    named: the model's pools in the settings, used if the model has no registry.
     """
     of_others: Sequence[str] = ()
     with suppress(CommandError):  # no model is named: only this model's pools count
