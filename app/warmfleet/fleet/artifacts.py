@@ -32,7 +32,7 @@ class BadArtifact(BadRequest):
 
 
 class Artifacts:
-    """Reads tokenizers and templates, stored by servers in Redis in pieces; empties surplus pieces or asks for them."""
+    """Reads tokenizers and templates that servers store in Redis in pieces; empties spare copies."""
 
     def __init__(self, scripts: Scripts, workers: Workers) -> None:
         self._scripts = scripts

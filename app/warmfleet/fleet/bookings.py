@@ -68,13 +68,13 @@ class Question:
 
     decode_tokens: tokens in the cache while the request decodes (prompt and answer). seed: breaks ties; 0: made from
     the reservation's id. exclude: worker ids not to choose. prefix_tokens: the most tokens of a match that count (0:
-    all). order: worker ids in the order of a hash ring. objective_s: a time to first token that is
-    short enough (0: none). limits: of the client, whose tag is then at the end of the reservation's id.
+    all). order: worker ids as the policy's hash ring orders them for this request. objective_s: a time to first token
+    that is short enough (0: none). limits: of the client, whose tag is then at the end of the reservation's id.
 
-    tenant: 8 bytes. waited_ms: time since the request came. barred: ids of workers that can never serve the request.
-    (A worker that failed a moment ago is only in exclude: this decision avoids it, a later turn of the request's ticket
-    may use it.) may_wait: False if the request gets no ticket and loses one that it has. displaces: in a full queue the
-    request may take the place of a ticket of the tenant with the most tickets.
+    tenant: 8 bytes that stand for the client in the queue's fair order. waited_ms: time since the request came. barred:
+    ids of workers that can never serve the request. (A worker that failed a moment ago is only in exclude: a later
+    decision for the same request may use it.) may_wait: False if the request gets no ticket and loses one that it has.
+    displaces: in a full queue the request may take the place of a ticket of the tenant with the most tickets.
     """
 
     reservation: str
@@ -136,11 +136,11 @@ class Decision:
 class Seen:
     """All that a choice saw besides its ``Question``.
 
-    context: median_tps, block_tokens, turn, now_ms (modulo 2**32). rows: for each candidate worker_id, matched_tokens,
-    speculative_tokens, load row, cost_s, terms. waits: the request must wait in the queue first. tie_s: the
-    most seconds above the lowest cost that counted as equal. room: if tickets were in the queue, but the request was
-    booked at once, the numbers of the rows (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the
-    request must wait, ``Queued.turn_s`` and the number of the row of the worker that it waits for; else 0.
+    context: median_tps, block_tokens, turn (counter of policy round_robin), now_ms (modulo 2**32). rows: for each
+    candidate worker_id, matched_tokens, speculative_tokens, load row, cost_s, terms. waits: the request must wait in
+    the queue first. tie_s: the most seconds above the lowest cost that counted as equal. room: if tickets were in the
+    queue, but the request was booked at once, the numbers of the rows (from 1) whose workers had room, joined by
+    commas. turn_s, turn_at: if the request must wait, ``Queued.turn_s`` and the number of its worker's row; else 0.
     """
 
     context: tuple[int, int, int, int]
@@ -208,9 +208,9 @@ class Candidate:
 
 
 class Shortfall(NamedTuple):
-    """An approximate worker had fewer blocks of a prompt than the decision said.
+    """An approximate worker (without the plugin) had fewer blocks of a prompt cached than the decision said.
 
-    held_blocks: number that it had when the prompt came; age_s: longest time that this may be ago.
+    held_blocks: number that it had when the prompt reached it. age_s: seconds since the router got the request.
     """
 
     held_blocks: int

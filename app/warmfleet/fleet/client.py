@@ -95,7 +95,7 @@ class Scripts:
 
     @property
     def line(self) -> object:
-        """The scripts' connection, or in a Cluster its master. Pools with the same line share a Redis server."""
+        """A value that is equal for pools on one Redis server: the scripts' connection, or in a Cluster the master."""
         line = self._multiplexed
         return line.master if isinstance(line, SlotLine) else line
 

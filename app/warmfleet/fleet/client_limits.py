@@ -80,7 +80,7 @@ class ClientLimits:
         return error
 
     def headers(self, use: ClientUse | None) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's x-ratelimit headers; those for requests tell the requests in flight. use: None: unknown."""
+        """Return OpenAI's x-ratelimit headers; -requests counts those in flight. use: the used part; None: unknown."""
         told: list[tuple[bytes, bytes]] = []
         in_flight, tokens = (use.in_flight, use.tokens) if use else (None, None)
         for kind, limit, used in (

@@ -35,10 +35,10 @@ class Standing(IntEnum):
 
 
 class Mark(StrEnum):
-    """Marks: the character behind ``wf-`` in a reservation's id, or the last one of a field of ``x:<block hash>``."""
+    """Marks that tell kinds apart: behind ``wf-`` in a reservation's id, or last in a field of ``x:<block hash>``."""
 
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
     SEVERAL_PROMPTS = "-"  # a reservation of several prompts: each prefill gives back its share of the booked tokens
     ESTIMATED = "_"  # a reservation of a prompt whose token ids are not known: its match is not compared
-    MAKER = "+"  # field of a block hash: a reservation whose chain has the hashes between this and the next such block
-    TRAIL = "="  # field of a block hash: hashes between this and the next such block, in a worker's guessed cache
+    MAKER = "+"  # field of a block hash: a reservation that computes the blocks from this one to the next such
+    TRAIL = "="  # field of a block hash: hashes from this block to the next such, in a worker's guessed cache

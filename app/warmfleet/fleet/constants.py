@@ -39,13 +39,13 @@ LABEL_PRICE = struct.Struct(">Id")
 class Weights:
     """The weights of the cost rule (lua/parts/decide/cost_rule.lua), and two bounds on the matching of prefixes."""
 
-    lambda_: float = 2.0  # weight of an uncached token while no worker is idle, as its prefill delays other requests
-    kappa: float = 2.5  # weight of a token that another worker is computing now; with less, over two workers compute it
+    lambda_: float = 2.0  # weight of an uncached token while no worker is idle: its prefill delays other requests
+    kappa: float = 2.5  # weight of a token that another worker is computing now; if lower, more than two compute it
     pressure_price: float = 2.0  # weight of expected evictions; at 0 all sessions of one system prompt share a worker
     decode_s_per_token: float = 1e-7
-    wait_price: float = 1.5  # weight of a prefill token ahead, as a request that joins a line delays later ones
-    stay: float = 2.0  # weight of a token in one other worker's cache only, as a session that moves must recompute it
-    place: float = 3.0  # weight of a prompt token at an always busy worker, as the session's next turns go there, too
+    wait_price: float = 1.5  # weight of a prefill token ahead: each request booked at a worker delays later ones
+    stay: float = 2.0  # weight of a token that only one other worker has cached: a session that moves recomputes it
+    place: float = 3.0  # weight of a prompt token at an always busy worker: the session's next turns go there, too
     max_probes: int = 64  # most Redis calls in one decision to find how much confirmed prefix the workers hold
     min_match_tokens: int = 0  # least tokens by which a match must exceed the shortest one to count as longer
 
@@ -74,7 +74,7 @@ class QueueLimits:
 
     max_engine_wait_s: float = 0.0  # a worker has room below this many seconds of booked prefill; 0: no queue
     tickets: int = 1_024  # most tickets in the queue at a time, of all replicas together
-    patience: float = 0.0  # as QUEUE_PATIENCE: small work goes first; 0: order of arrival
+    patience: float = 0.0  # see QUEUE_PATIENCE; above 0, small requests go first; 0: order of arrival
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Memory:
 
 
 class Index:
-    """Reads the index, and writes nothing."""
+    """Reads facts of the index (which worker caches which block), and writes nothing."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts

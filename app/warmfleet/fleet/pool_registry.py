@@ -60,8 +60,8 @@ class PoolRegistry:
     async def read(self) -> tuple[PoolEntry, ...]:
         """Read all pools of the model; () without a registry: then this replica's settings name the pools.
 
-        If the registry has vanished, Redis has lost its data, as no one can remove the last pool while a router serves
-        the model. Then the registry is written back as it was last read. Raises FleetUnavailable.
+        If the registry has vanished, Redis has lost its data, because the operator cannot remove a model's last pool
+        while a router serves it; the registry is then written back as last read. Raises FleetUnavailable.
         """
         return await self.told(await self.ask())
 

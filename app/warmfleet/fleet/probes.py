@@ -21,8 +21,8 @@ Proved = Literal["OK", "DOWNGRADED", "STALE", "TAKEN"]
 class Proof:
     """The result of a probe. word: as lua/prove.lua takes it. reason: a sentence. cause: a word for counters.
 
-    probed_ms: ``probed`` in the record before the probe, 0 if it had none; None: the result counts in any case.
-    owner: the replica that has warmed the worker's cache up, which this result ends; empty: none.
+    probed_ms: time of the last result when this probe began (0: none): a failure counts only if it is still the last;
+    None: the result counts in any case. owner: the replica whose warming of the worker this result ends; empty: none.
     """
 
     word: str

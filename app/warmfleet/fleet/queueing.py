@@ -23,9 +23,9 @@ POLL_AT_ONCE = 128  # most ids in one call, so that it takes Redis less than 1 m
 class Queued:
     """A request that is not booked: it has a ticket, finds the queue full, or has lost its place to another request.
 
-    waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute what it does not hold of these
-    tickets' prompts. turn_s: predicted seconds to first token at the worker that the request waits for, waiting counted
-    half, for a comparison of pools (lua/parts/decide/wait_turn.lua). matched_tokens: of the prompt, at that worker.
+    waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute the uncached parts of these
+    tickets' prompts. turn_s: seconds of prefill, plus half of the seconds of waiting, at the worker that the request
+    waits for: a price by which pools are compared (lua/parts/decide/wait_turn.lua). matched_tokens: cached there.
     """
 
     outcome: Literal["queued", "full", "displaced"]
@@ -69,7 +69,7 @@ class Next:
 class Line:
     """The queue as a poll finds it.
 
-    waiting: tickets of all replicas. work_s: seconds that the whole fleet needs to compute what it does not hold of
+    waiting: tickets of all replicas. work_s: seconds that the whole fleet needs to compute the uncached parts of
     their prompts. standings: by id, the state of each ticket that the poll named. room_in_s: time until a full engine
     has room, if it goes on at its speed; infinite if not predictable. turns: ids of the tickets, of all replicas, that
     may be served now. next: None if the poll named a ticket, or no ticket waits.

@@ -88,7 +88,7 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reservation: its load, and its checkpoints (hashes of its prompt's blocks whose keys ``x:`` count its worker).
+    """A reservation: its load, and its checkpoints (block hashes by whose keys ``x:`` decisions find its blocks).
 
     In Redis the numbers are followed by the length of the worker_id (one byte), the worker_id, and the checkpoints (8
     bytes each).

@@ -53,7 +53,7 @@ class Pace:
     block_us: float = 2.0  # measured: 1.7 to 2.0 us with warm CPU caches
     collects: int = 8  # usual calls of collect in one step; more if many slots wait for the removal of their entries
     audit_blocks: int = 128  # most block hashes that audit compares in one call
-    audit_gap_ms: int = 25  # least time between two audits of the fleet, so that a walk takes 1 % of Redis' time
+    audit_gap_ms: int = 25  # least time between two audits of the fleet, so that they take 1 % of Redis' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Upkeep:
     """Calls of the upkeep scripts: each method but ``step`` calls one (``apply``: two). All raise FleetUnavailable.
 
     last_tick: the result of the last tick, incomplete if another replica's tick was too recent (``Tick.ran``).
-    suspected: set when this replica's call of apply has made a worker suspected, so that a probe is due.
+    suspected: set when an apply of this replica saw a sign that a worker hashes otherwise, so that a probe is due.
     """
 
     def __init__(self, scripts: Scripts) -> None:

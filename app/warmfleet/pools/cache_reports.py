@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 KNOWN = frozenset({"exact", "engine", "text"})  # the kinds of ``IdentifiedPrompt`` whose length is known
 #: Least difference that counts, as a share of the expected tokens, because lengths of texts are estimates.
 TOLERATED_SHARE = 1 / 8
-#: Least difference in tokens that counts, because a single page of the engine explains a smaller one. Engines find
-#: whole pages only, whose size the fleet does not know (SGLang: --page-size 64); 128 is twice the largest common size.
+#: Least difference in tokens that counts. Engines match whole pages only, so a smaller difference may be one page; the
+#: fleet does not know the page size (SGLang: --page-size 64); 128 is twice the largest common size.
 TOLERATED_TOKENS = 128
 #: Some engines report cached tokens only if there are any: after a first report, an answer without them means none.
 #: Number of such answers in a row after which the engine is taken to report cached tokens no more.

@@ -33,9 +33,9 @@ LOOK_S = 1.0  # least time between two calls of ``look``, and its longest durati
 class LastKnown:
     """The workers to choose from while Redis makes no decision.
 
-    These are the workers that Redis had when last a worker was routable. After LAST_KNOWN_S in which Redis answered but
-    had no routable worker, and no missing worker answered a health check, they are those that Redis has now. The delay
-    is for a Redis that came back empty or with old data, until heartbeats and probes make workers routable.
+    First these are the workers of the last reading that had a routable worker. Redis may come back empty or with old
+    data; so the workers of the newest reading replace them only after LAST_KNOWN_S in which Redis answered without any
+    routable worker, and no missing worker answered a health check. By then heartbeats and probes make workers routable.
     """
 
     def __init__(self, fleet: Fleet) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain
 
-HOME_PREFIX_TOKENS = 1_024  # length of the first beginning tried as key: longer than most system prompts
+HOME_PREFIX_TOKENS = 1_024  # depth of the first block tried as a prompt's key: deeper than most system prompts
 DIGEST_BYTES = 8  # length of a digest by which pools are ordered
 BEYOND = 2.0 ** (8 * DIGEST_BYTES)
 
@@ -43,12 +43,12 @@ def in_order(key: bytes, weights: Mapping[str, int]) -> list[str]:
 
 HASH_BYTES = 8  # length of a block hash in a chain
 HOT = 0.5  # a beginning is too common for a key with over this share of an average pool's conversations (hot)
-DEEPER = 4  # the next beginning tried is longer by a quarter; one twice as long would exceed many prompts
+DEEPER = 4  # each further depth is a quarter deeper; twice as deep would exceed many prompts
 COOL = 0.5  # a hot beginning may be a key again below this share of the count that made it hot
 LEAST = 8.0  # fewest conversations by which a beginning can be hot
 WINDOW = 512  # number of prompts after which all counts are halved, which also bounds their number
 FORGOTTEN = 0.5  # largest halved count that is dropped
-MAX_DEPTHS = 24  # most depths at which a prompt is looked at; the last is 200 times the first
+MAX_DEPTHS = 24  # most depths tried for a prompt; the last is 200 times the first
 
 
 class Beginnings:
@@ -67,7 +67,7 @@ class Beginnings:
     def key(self, chains: Iterable[Chain], depth_tokens: int, pools: int, *, counted: bool = True) -> bytes:
         """Count a prompt and return its key; empty if no block hash of the prompt is known.
 
-        depth_tokens: the first depth. pools: their number. counted: False for a prompt that is only explained.
+        depth_tokens: first depth tried. pools: number of pools. counted: False for a prompt that is only explained.
         """
         chain = next((chain for chain in chains if chain.hashes), None)
         if chain is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 POINTS = 256  # points of each worker on the ring; this and PREFIX_CHARACTERS are KubeAI's defaults
 PREFIX_CHARACTERS = 100
-HOMES = 8  # most workers of a session's ring order that a decision gets, so that one of them is routable
+HOMES = 8  # number of a session's first workers by the ring that decide gets, as some may not be routable
 
 
 class PolicyChoice:

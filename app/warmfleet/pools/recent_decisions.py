@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
 
 KEPT = 50  # number of last decisions, as many as a page shows; with the candidates of 64 workers about a megabyte
-TOLD = 10  # number of last decisions with all candidates, kept apart, as the last KEPT may include none
+TOLD = 10  # number of last decisions with all candidates, kept apart, because the last KEPT may include none
 
 
 class Recent(NamedTuple):

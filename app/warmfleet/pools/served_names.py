@@ -29,7 +29,7 @@ class _Group(NamedTuple):
     ids: list[str]
 
     def serves(self, name: str, path: str | None) -> bool:
-        """Return whether the group serves the name. path: an adapter's; must be equal, as block hashes contain it."""
+        """Return whether the group serves the name. path: of an adapter; must be equal, as it is in block hashes."""
         return name in self.models or (path is not None and self.loras.get(name) == path)
 
 
@@ -90,7 +90,7 @@ class ServedNames:
         return next(((group.models, group.loras) for group in self._groups if worker_id in group.ids), None)
 
     def remembered(self) -> ServedNames:
-        """Return these names as those of an earlier reading, when no worker is routable now."""
+        """Return a copy for a later time without routable workers: ``routable`` is empty, all else stays."""
         changed = copy.copy(self)
         changed.routable = ()
         return changed

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.stalled_requests")
 
-GAP_S = WORKER_TTL_SECONDS / 2  # time without a reading after which workers may only seem silent, so none is lost
+GAP_S = WORKER_TTL_SECONDS / 2  # after a longer time without a reading no worker is lost for a TTL
 STILL_S = 30.0  # silence after which an engine counts as hung; a long prefill without chunks takes seconds
 
 

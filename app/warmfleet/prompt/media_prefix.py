@@ -33,7 +33,7 @@ MODALITIES = {
         *("video_url", "video_embeds"),
     )
 }
-#: Words that stand for a part. They differ in their first character from each other and from any placeholder.
+#: Words put in place of an image or other part. Each begins with another character, which no placeholder begins with.
 REAL, FIRST, SECOND = "\ue0a1", "\ue0b2", "\ue0c3"
 UNSAFE_TOKENS = 8  # number of ids before a part that are left out, as an engine's processor may change nearby text
 

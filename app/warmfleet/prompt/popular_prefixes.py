@@ -22,7 +22,7 @@ LEAST = 2.0  # fewest uses of a common prefix; with fewer, it may belong to a si
 
 
 class PopularPrefixes:
-    """The counts of one model under one identity (tokenizer and template). Only the event loop uses them."""
+    """Counts how often each prefix came, for one model and tokenizer with template. For the event loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

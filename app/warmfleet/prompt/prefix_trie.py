@@ -41,10 +41,10 @@ NO_IDS = array("I")
 
 
 class Piece(NamedTuple):
-    """The end of a piece. Positions and tokens are counted from the beginning of the prompt.
+    """Where a piece of text ends. Positions and tokens are counted from the beginning of the prompt.
 
-    decided_at: end of the text that decides where this piece ends. ends: for each hasher, the digest of the last block
-    that is full at the end of this piece.
+    decided_at: texts that are equal up to here have the same piece (``Cuts.next``). ends: for each hasher, the digest
+    of the last block that is full at the end of this piece.
     """
 
     end: int
@@ -107,7 +107,7 @@ class Ending(Ids):
 
 
 class Node(Ids):
-    """A run of pieces. A root has no pieces; its ids begin every prompt of its reading.
+    """Consecutive pieces. A root has none, only the special token ids that begin every prompt of its ``Reading``.
 
     parent: the node above. key: the key of this node among the parent's children: the text that decides where the
     first piece ends, or a root's ``Reading.key``. text: of the pieces, plus the text behind them that decides where
@@ -196,8 +196,8 @@ class Node(Ids):
 class Prompt:
     """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
-    known_tokens: the number of ids taken from earlier prompts. nodes: the nodes (and ending) in the trie with the first
-    ``parts``, or with all. shared: the last node that an earlier prompt had, or None.
+    known_tokens: the number of ids taken from earlier prompts. nodes: the trie's nodes that have the first parts, in
+    order (the last may be an Ending). shared: the last node that an earlier prompt had, too, or None.
     """
 
     parts: Sequence[array[int]]
@@ -251,7 +251,7 @@ class Reading:
 
 
 class Trie:
-    """All nodes, with a bound for their bytes. Several threads use it at once."""
+    """The prefix tree of tokenised prompts, with a bound for its bytes. Several threads use it at once."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

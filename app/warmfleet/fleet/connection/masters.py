@@ -35,7 +35,7 @@ DOUBT_SECONDS = 0.1  # least time between two questions to nodes while a master 
 
 
 class MasterLine(Multiplexed):
-    """The line to one master. If the master loses a slot, the line stays open for the master's other slots."""
+    """The connection for calls to one master; it stays open if the master loses a slot, for its other slots."""
 
     leaves_on = frozenset[str]()
 
@@ -110,7 +110,7 @@ def _ignore(_answer: object, _error: WarmfleetError | None) -> None:
 
 
 class SlotLine:
-    """The calls for the keys with one hash tag, on the line to the master that owns their slot at that moment."""
+    """Sends calls for keys with one hash tag on the MasterLine of the master that owns their slot at that moment."""
 
     def __init__(self, masters: Masters, tag: str) -> None:
         self._masters = masters
@@ -222,7 +222,7 @@ class Masters:
         self._looking = asyncio.ensure_future(self._look(every_s / 2))
 
     def doubt(self) -> None:
-        """Look for the owners again soon, as a master has not answered, or has refused."""
+        """Ask for the owners of slots again soon, because a master has refused a call or has not answered."""
         self.look(DOUBT_SECONDS)
 
     async def _look(self, max_age_s: float) -> None:

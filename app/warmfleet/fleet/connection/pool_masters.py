@@ -39,7 +39,7 @@ def master_of(tag: str, ranges: Iterable[SlotRange]) -> HostPort | None:
 
 
 def by_master(tags: Iterable[str], ranges: Sequence[SlotRange]) -> dict[HostPort, list[str]]:
-    """Return the tags on every master that owns slots, by name; an empty list for a master without any."""
+    """Return for every master that owns slots the sorted tags of the pools on it; an empty list if it has no pool."""
     found: dict[HostPort, list[str]] = {owner: [] for _, _, owner in ranges}
     for tag in sorted(tags):
         owner = master_of(tag, ranges)

@@ -31,7 +31,7 @@ UPKEEP_S = 2.0  # longest time of a call that no request waits for
 
 
 class RouterRedis(aioredis.Redis):
-    """A client of redis-py for one hash tag, the line for its scripts, and a line of its own for calls that block."""
+    """A redis-py client for one hash tag, with the connection for its scripts and another one for calls that block."""
 
     #: The connections that end with this client, because no other client uses them.
     owned: RedisConnections | None = None

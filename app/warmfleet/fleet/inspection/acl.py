@@ -63,7 +63,7 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """Let a server and its ``ranks`` cores write their streams, read commands, add artifacts, and take a pool's place.
+    """Let a server and its ``ranks`` cores write their streams, read commands, store files, and enter their pool.
 
     model: without ``#`` the server may be in any pool of the model. Ranks are listed one by one: a pattern ``w1.*``
     would also match the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.

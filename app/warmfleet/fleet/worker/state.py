@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class WorkerState(StrEnum):
     """A state of a worker; the value is the word that ``/workers`` and ``warmfleet workers`` show."""
 
-    # Standings
+    # Standings: what the last probe found
     GONE = "gone"  # Redis has no record of the worker: it never joined, or it was forgotten
     PENDING = "pending"  # the worker joined, and no probe has a result yet
     WARMING = "warming"  # the probe passed; a replica sends it the most used prefixes before it takes requests
@@ -37,7 +37,7 @@ class WorkerState(StrEnum):
     LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
     APPROXIMATE = "approximate"  # an engine without the plugin: only the prompts that were sent to it are known
-    # Holds
+    # Holds: reasons for which a worker is shown in another state than its standing
     LEFT = "left"  # its engine core or its API server announced its end, and neither has joined since
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # its engine core is heard, but its API server has sent nothing yet, or nothing for a TTL
