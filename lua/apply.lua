@@ -11,7 +11,7 @@ worker whose blocks were left out is PARTIAL until the index equals its engine's
 ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
 Returns: {entries that were applied, block hashes in these entries, next, suspect}
       next: 0 NOTHING (the stream is empty), 1 APPLY (call apply again), 2 CONTROL (call apply_control)
-      suspect: 1 if the worker came under suspicion in this call, so that a probe is due (apply/progress)
+      suspect: 1 if this call found a sign that the engine hashes otherwise, so that a probe is due (apply/progress)
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>, x:<hash>,
       c:<slot>:<id>
@@ -22,7 +22,7 @@ local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
 local probe_key = prefix .. "probe:" .. worker_id
-local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- largest cache that a worker may claim: in fleet medians; in blocks
+local MOST_OVER_TYPICAL, MOST_BLOCKS = 4, 2 ^ 21 -- bounds of a claimed cache: times the fleet's median; blocks
 local BEAT_FIELDS, BEAT_FIELDS_WITH_DIGEST, CHECKED_EVERY_MS = 7, 10, 1000
 local PAGE, LIST_BYTES = 8, 16384
 local STEP_CHANGE = 4 -- the time of an engine step is stored again if it changed by more than 1/STEP_CHANGE

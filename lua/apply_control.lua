@@ -62,7 +62,7 @@ local function demand_rejoin(reason)
   command.id, command["do"] = redis.sha1hex(worker_id .. clock[1] .. clock[2]):sub(1, 8), "rejoin"
 end
 
--- The worker gets a new slot and has no proof any more. Its booked load stays, as its reservations are still open.
+-- The worker gets a new slot and must be probed anew. Its booked load stays, because its reservations are still open.
 local function join(data, time, nonce, batch, id)
   local fresh = announced(parse(data), worker_id)
   if not fresh then return count("malformed") end
@@ -93,7 +93,7 @@ end
 function control.leave()
   call("ZREM", alive_key, worker_id)
   record.left = true
-  row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- ends a router's vouch for the worker (vouch)
+  row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- no replica keeps it routable now (vouch)
 end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end

@@ -2,7 +2,7 @@
 apply_server: applies one API server's stream: join, heartbeat, leave. The server's workers are `<server_id>.<rank>`.
 
 Guarantee: each entry is applied exactly once, as by apply. The latest join says who the server is. If another process
-joins under the same name, the server's workers lose the flags URL and PROVEN, as no probe has reached that process. A
+joins under the same name, the server's workers lose the flags URL and PROVEN, because no probe has reached it. A
 join of the same process at the same URL only updates the record, such as the names that the server serves. Workers have
 the flag SERVER while their server lives, and MISNAMED while it does not serve their pool's name. The counter
 `announced` grows with each change of a server's record, so that replicas read the record again. A stream that breaks

@@ -1,6 +1,6 @@
 --[[
 audit: compares the blocks that the index has for a worker's live slot with the worker's `digest` (their number and two
-sums of their hashes). Each call compares a bounded piece; one worker's walk follows another's.
+sums of their hashes). Each call compares a bounded piece; a walk is all pieces of one worker.
 
 Guarantee: no false alarm, whatever is applied between calls. Each piece checks what is true between any two calls:
 each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. To compare the

@@ -1,5 +1,5 @@
 --[[
-collect: removes the entries of retired slots, a bounded piece at a time.
+collect: removes the index entries of retired slots (numbers of workers' former incarnations), a bounded piece a call.
 
 Guarantee: touches retired slots only: no row names them, no script writes to them, and their numbers are never used
 again. A slot leaves `retired` with its last entry.

@@ -58,7 +58,7 @@ elseif found ~= "PASSED" then
   return { 0, 0, found == "LEAVING" and "GONE" or "OUT" }
 end
 before = before or {}
--- Note the time of this check, because `tick` has a worker forgotten that no replica checks any more.
+-- Note the time of this check, because `tick` lets replicas delete a worker that none of them checks any more.
 before.checked = now
 
 if found == "FAILED" or found == "SLOW" then

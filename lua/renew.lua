@@ -3,8 +3,8 @@ renew: keeps the leases of running requests alive, in bulk, and books anew those
 
 Guarantee: a known open lease gets a new expiry. If its replica says that the first token came and the lease does not
 say so, the lease becomes STARTED; nothing else changes. An unknown id is booked anew on its worker with the figures of
-the replica: so reservations are rebuilt after Redis came back empty. A tombstone, a lingering lease, and an unknown id
-on a forgotten worker are refused.
+the replica: so reservations are rebuilt after Redis came back empty. Refused are a tombstone (the request ended before
+it was booked), a lingering lease (the request is finished), and an unknown id on a forgotten worker.
 
 ARGV: prefix, lease_ms, then per reservation: id, worker_id, prefill_tokens (still booked), decode_tokens, stage (0, 1)
 Returns: {number of leases renewed, number rebuilt, number refused}

@@ -4,10 +4,10 @@ settle: notes the first token or the end of a reservation, and takes its load of
 Guarantee: subtracts exactly the load that the lease still has, once; a repeated call changes nothing. Nothing is
 subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
 cancelled or unsent, a tombstone is left, so that a decide that arrives later books nothing. After `finished`, the
-blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms, as the
+blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms: the
 report is on its way. An approximate worker reports nothing: Redis guesses its cache (settle/mirror). First tokens
-tell the speed of a worker that does not report it (not `due` ones, as they follow from that speed). A call for an
-unknown id also reaps a few expired leases, as a fleet at rest has no decide that does so. If a request of a client with
+tell the speed of a worker that does not report it (not `due` ones, which follow from that speed). A call for an
+unknown id also reaps a few expired leases: a fleet at rest has no decide that does so. If a request of a client with
 limits failed or was never sent, and client_tokens is empty, the client gets back the tokens of the prompt.
 
 ARGV: prefix, id, outcome (started; due: as started, but estimated by a replica's clock, as nobody reports this first

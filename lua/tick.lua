@@ -5,8 +5,8 @@ decides whether Redis is short of memory.
 Guarantee: does its work at most once per min_gap_ms for the whole fleet, by the server's clock, however many replicas
 call it. If the last tick is over 2.5 s old or in the future, a time of grace of ttl_ms begins: Redis or all routers
 were away, so heartbeats wait unread. In grace no server expires and no worker is forgotten. Grace also lasts while
-Redis is full, as no worker can write heartbeats then. At most two workers send a snapshot at a time, none while memory
-is short; the command for a snapshot is repeated after 30 s without progress.
+Redis is full, because no worker can write heartbeats then. At most two workers send a snapshot (all their blocks) at a
+time, none while memory is short; the command for a snapshot is repeated after 30 s without progress.
 Pace: a tick grants its caller Redis time for apply: share_permille of the time since the last tick (at most 200 ms of
 it count), twice that while over RUSH_ENTRIES entries wait. All replicas together get no more.
 
@@ -24,7 +24,7 @@ local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from SHORT_FROM on, until below SHORT_TO
-local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- ms that a grant counts: least, most; entries that double it
+local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- ms that a grant counts: least, most; backlog that doubles it
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
 local HELLOS, HELLOS_KEPT = 256, 4096 -- most hints that a tick reads (0.3 ms), and that `hello` keeps
 local GRANTED_US = 5 -- the position of granted us in the answer

@@ -50,8 +50,9 @@ local FLOW_BYTES = 9
 local PLACE_BYTES = 16
 local MEMBER_ID_AT = FLOW_BYTES + PLACE_BYTES + 1 -- the position of the id in a member of `queue2`: flow, place, id
 
--- A ticket's record. Price: time that a worker needs for what it lacks of the prompt. Named: the 8 cheapest workers
-local TICKET_PRICES = ">I4I4I4I4B" -- prompt tokens; size, tie, price at unnamed workers (us); number of named workers
+-- A ticket's record. Price: us that a worker needs for what it lacks of the prompt. Size: the lowest price. Tie: us
+-- within which costs count as equal. Named workers: the 8 cheapest, whose prices are stored one by one
+local TICKET_PRICES = ">I4I4I4I4B" -- prompt tokens; size, tie, price at all other workers; number of named workers
 local TICKET_SIZE = ">I4I4" -- the first two numbers of TICKET_PRICES
 local TICKET_TOKENS = ">I4" -- the first number of TICKET_PRICES
 local TICKET_FLOW_AT = 18 -- the position of the ticket's flow
@@ -65,4 +66,4 @@ local SLOT_BYTES = 4 -- length of each such slot
 local MAKING = "\1" -- last byte of a ticket, only there while a worker is computing half of its prompt or more
 
 local MAX_TURNS = 256 -- most tickets that are looked at to find whose turn it is
-local NO_ROOM_S = 1e-9 -- seconds of room that count as none, as rounding may leave them over
+local NO_ROOM_S = 1e-9 -- seconds of room that count as none: rounding may leave them over

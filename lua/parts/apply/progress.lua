@@ -42,8 +42,8 @@ return function(state, operation, lease_key, count, parse_list, integers)
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return count("foreign") end
     local mark = id:sub(MARK_AT, MARK_AT)
     local several = mark == MARK_SEVERAL_PROMPTS
-    -- Predicted match and cached tokens are compared once, as a beam search goes on with longer prompts under the same
-    -- id; never if renew rebuilt the lease (its prompt's length is unknown), or the router had no token ids.
+    -- Predicted match and cached tokens are compared once, because a beam search goes on with longer prompts under the
+    -- same id; never if renew rebuilt the lease (its prompt's length is unknown), or the router had no token ids.
     local compares = prompt > 0 and matched < JUDGED and not several and mark ~= MARK_ESTIMATED
     if compares then
       count(cached == matched and "exact" or cached > matched and "over" or "short")

@@ -35,8 +35,8 @@ local function chunks_of(artifacts)
   return files <= MAX_FILES and chunks or nil
 end
 
--- Tell whether all JSON parsers read the text alike, as a join is stored unchanged: ASCII, no deep nesting, and no
--- number that only cjson reads.
+-- Tell whether all JSON parsers read the text alike, because a join is stored unchanged: ASCII, no deep nesting, and
+-- no number that only cjson reads.
 local function plain(data)
   local bare = data:gsub("\\.", ""):gsub('"[^"]*"', "")
   for token in bare:gmatch("[^%[%]{}:,%s]+") do

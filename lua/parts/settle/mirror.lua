@@ -30,7 +30,7 @@ return function(prefix, id, worker)
   local function hash_at(block) return sub(chain, block * 8 - 7, block * 8) end
   local function key_of(hash) return prefix .. "x:" .. hash end
 
-  -- Return the bytes of the common beginning of two runs of hashes, by bisection, as a hash depends on all before it.
+  -- Return the bytes of the common beginning of two runs of hashes, by bisection: a hash depends on all before it.
   local function common(a, b)
     local low, high = 0, min(#a, #b) / 8
     if sub(a, 1, high * 8) == sub(b, 1, high * 8) then return high * 8 end

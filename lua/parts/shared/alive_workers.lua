@@ -2,7 +2,7 @@
 shared/alive_workers: reads every load row, and finds which workers are alive.
 
 Guarantee: no worker counts as expired in a time of grace: until the time that `tick` has set, and while no replica has
-ticked for over 2.5 s, as heartbeats then wait unread.
+ticked for over 2.5 s, because heartbeats then wait unread.
 Takes the keys of alive, load and tick, the time in ms, ttl_ms, and ids to leave out (joined by commas).
 Returns all rows; the ids that are alive (id -> true, or false if the id is to be left out; nil: all are alive and none
 is left out); and the fleet's median speed (tokens/s).

@@ -6,7 +6,7 @@ when a prefill last began on the idle worker, or ended. A script that changes si
 A mean over 60 s follows too slowly: the mean TTFT of agents is then 1.2 times that of sticky sessions; with 15 s not.
 
 Guarantee: pure. Takes the share in the row (0 to 65535), whether a prefill was booked since since_ms, since_ms (0: no
-prefill yet), and the time in ms (before since_ms, as clocks may differ, it changes nothing).
+prefill yet), and the time in ms (clocks may differ: a time before since_ms changes nothing).
 Returns the share at that time, and the same as an integer for the row, rounded up or down depending on the clock,
 because prefills of a few ms would never change it if always rounded down.
 --]]

@@ -10,7 +10,7 @@ table of the functions below. Only for ids that have a tag.
 --]]
 local call, exact = redis.call, function(number) return string.format("%.0f", number) end
 local USED = ">ddI4" -- format of a record of tokens: used, time (ms), tokens per minute
-local RATE_KEPT_MS = 120000 -- least lifetime of a record, whose rate the ends of requests need (renewed every 10 s)
+local RATE_KEPT_MS = 120000 -- least lifetime of a record of tokens: a request's end needs its rate (renewed every 10 s)
 
 return function(prefix, id, now)
   local tag, client = id:sub(CLIENT_AT), {}

@@ -7,7 +7,7 @@ Takes the keys of load, leases and lease, the key prefix, and the server's time 
   load(lease, unsent): gives back the booked load; returns the worker's row as it was before
   forget(id): deletes the lease
   client(id): ends the client's count of the request; returns shared/client_use of the client, nil if it has no limits
-  reap(ids): does the last three and speculation, for leases that have expired
+  reap(ids): does speculation, load, forget and client for leases that have expired
 --]]
 local call = redis.call
 

@@ -128,7 +128,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
     end
   end
 
-  -- Rewrite the ticket with new prices, because workers may hold more or less of the prompt than before.
+  -- Rewrite a ticket with new prices (seconds that each worker needs to compute the prompt), because caches change.
   function queue.review(id, ticket, wish)
     local flow = flow_of(ticket)
     local before = place_of(flow)
@@ -172,7 +172,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
       time = math.max(time + done, stands - math.max(lag, largest_work(flow, done)))
       time = math.min(time, class + CLASS - 1)
       call("HSET", clock_key, sub(flow, 1, 1), exact(stands))
-      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- these begin at the time of their class
+      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- they would begin at the time of their class
     end
     call("ZREM", queue2_key, member_of(id, ticket))
     local _, size_us = unpack_from(TICKET_SIZE, ticket)

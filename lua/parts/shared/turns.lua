@@ -13,7 +13,7 @@ Choice. A ticket is served by a worker with room if no other worker, busy or not
 for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
 worker is its price (seconds to compute what the worker lacks of the prompt, noted by decide/wait_turn) plus the work
 ahead there now, with earlier tickets that wait for the worker. So a long line for one engine spreads to free engines.
-An engine that is overdue with its prefill costs as much more as it is overdue, as nobody knows when it will go on.
+An engine that is overdue with its prefill costs as much more as it is overdue, for nobody knows when it goes on.
 
 Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
 more, which delays requests that arrive there meanwhile: by about b / (1 - b) seconds for each second of computing,
@@ -160,7 +160,7 @@ local function room_left(s, room_of, overdue_s)
     making_scale = making_scale }
 
   -- Find the candidates with the least work ahead that may serve a ticket: `any` among all, `first` among those with
-  -- room. Stored by set of barred workers, as tickets for one adapter bar the same workers.
+  -- room. Stored by set of barred workers, because tickets for one adapter bar the same workers.
   local allowed = {}
   local function allowed_by(barred)
     if allowed[barred] then return allowed[barred] end
