@@ -53,7 +53,7 @@ EVENTS = "20:add engine,35:kill replica,50:add replica,70:stop engine"
 ACTIONS = ("add", "kill", "stop")
 KINDS = ("replica", "engine")
 FINISH_S = 200.0  # longest time for Locust's last requests and its report; a request has three tries of 60 s
-LATE_S = 60.0  # longest time after the duration in which an added process may still get its first request
+LATE_S = 60.0  # longest time by which a run goes on until each added process has had its first request
 POLL_S = 0.2
 LOOK_S, TERMINAL_LOOK_S = 10.0, 1.0  # times between progress lines, in a file and on a terminal
 

@@ -71,7 +71,7 @@ class Locator:
 
 
 class MasterPool(SentinelConnectionPool):
-    """Also asks for the master every LOOK_SECONDS of use, so that connections to a former master end."""
+    """A pool that asks for the master every LOOK_SECONDS of use, so that connections to a former master end."""
 
     _next_look = 0.0
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-YOUNG_SECONDS = 60.0  # a Redis failover makes a server join again whose join is younger, because the join may be lost
+YOUNG_SECONDS = 60.0  # a server with a younger join joins again after a Redis failover, which may have lost the join
 ARTIFACT_SECONDS = 86_400  # time to live in Redis of a server's files (tokenizer, template); the server renews it
 IN_USE_SECONDS = 600.0  # time between two renewals of the files' time to live, which also find missing files
 LOOK_SECONDS = 0.5  # time between two checks whether the adapters have changed; a change is announced at once

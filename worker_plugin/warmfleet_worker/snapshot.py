@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """Makes its chunks when they are needed: one pass over a million keys would hold the engine's GIL for too long.
+    """All block hashes of an engine, in chunks made one by one: a pass over a million keys would hold the GIL too long.
 
     command_id: of the fleet's command that asked for the snapshot; None if the fleet did not ask.
     """

@@ -40,7 +40,7 @@ SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # time after lost events until
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A snapshot that is due. command_id: of the fleet's command that asked for it; None if the fleet did not ask."""
+    """All block hashes shall be sent. command_id: of the fleet's command for that; None if the fleet did not ask."""
 
     command_id: str | None = None
 

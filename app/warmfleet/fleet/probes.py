@@ -62,7 +62,7 @@ class Probes:
         return [awaited == 1 for awaited in left] if noted else None
 
     async def await_no_blocks(self, worker_id: str, probe: str, hashes: Sequence[bytes]) -> None:
-        """Stop awaiting these blocks, as the probe is over."""
+        """Stop awaiting these blocks, because the probe is over."""
         with redis_errors():
             await self._scripts.redis.srem(self._scripts.keys.probe(worker_id), probe, *hashes)
 

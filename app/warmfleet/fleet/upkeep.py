@@ -95,7 +95,7 @@ class Applied:
 class Step:
     """The result of one step of upkeep.
 
-    blocks: number of block hashes that were applied. busy: call ``step`` again soon, as work is left or blocks were
+    blocks: number of block hashes that were applied. busy: call ``step`` again soon: work is left or blocks were
     applied. stirred: workers sent more than heartbeats.
     """
 

@@ -103,7 +103,7 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
 
 
 def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedPrompt:
-    """Return the prompt with ``unable_workers`` by this view, as served names may change while a request waits."""
+    """Return the prompt with ``unable_workers`` by this view: served names may change while a request waits."""
     barred = _barred(request, view, prompt.prompts, prompt.prompt_count, prompt.prompt_tokens)
     return prompt if barred == prompt.unable_workers else replace(prompt, unable_workers=barred)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identities")
 
-MAX_UNUSED = 2  # most unused identities kept, as a fleet may change back; a tokenizer takes 100 to 240 MB
+MAX_UNUSED = 2  # most unused identities kept, because a fleet may change back; a tokenizer takes 100 to 240 MB
 
 
 class Identities:

@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(slots=True)
 class SelfWatch:
-    """The client's own health while the block runs: its share of one core, and how late its event loop is."""
+    """The client's own health in its ``with`` block: its share of one core, and how late its event loop is."""
 
     lags_s: list[float] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None

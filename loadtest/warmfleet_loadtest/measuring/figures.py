@@ -121,6 +121,5 @@ def over_mean(values: Sequence[float], nothing: float = 0.0) -> float:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table of a head and rows of cells."""
     lines = ["| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

@@ -56,7 +56,7 @@ class BlockPool:
         return 1.0 - len(self._free) / (self.blocks - 1)
 
     def held(self) -> list[bytes]:
-        """Return every hash that a request could hit now; copies count once."""
+        """Return every hash that a request could hit now; several blocks with one hash count once."""
         return list(self._holders)
 
     def holds(self, block_hash: bytes) -> bool:

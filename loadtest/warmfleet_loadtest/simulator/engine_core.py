@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
-MAX_CATCH_UP = 0.25  # longest delay in seconds that is made up for: later steps then wait less
+MAX_CATCH_UP = 0.25  # after a late event loop, most seconds by which the next steps end earlier to make up for it
 
 
 class EngineCore:

@@ -50,7 +50,7 @@ class KvEvents:
         scheduler.on_cached = self.cached
 
     def cached(self, request: Request, start: int, end: int) -> None:
-        """Note one event for blocks ``start`` to ``end`` of a request, which have entered the cache, copies or not."""
+        """Note one event for blocks ``start`` to ``end`` of a request, which entered the cache (perhaps as copies)."""
         size = self._block_tokens
         extra = [None] * (end - start)
         self._events.append(
@@ -111,7 +111,7 @@ class KvEvents:
 
 
 def _bind(socket: zmq.Socket[bytes], port: int) -> int:
-    """Bind the socket and return its port. Tries for 5 s, as a port is free only a moment after its socket was closed.
+    """Bind the socket and return its port. Tries for 5 s: a port is free only a moment after its socket was closed.
 
     Raises OSError if the port is taken.
     """

@@ -111,7 +111,7 @@ class Totals:
 
 
 class Follower(Protocol):
-    """Is told of every request: when it has its first token, and when it ends, before its blocks are released."""
+    """A pool that a scheduler tells when a request has its first token, and when it ends, still holding its blocks."""
 
     def first_token(self, request: Request) -> None: ...
     def over(self, request: Request) -> None: ...

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class TailPool(BlockPool):
-    """A ``BlockPool`` that evicts by T-LRU. As ``Follower`` it hears of each request. clock: monotonic seconds."""
+    """A ``BlockPool`` that evicts by T-LRU: ends of conversations that their next request can miss go first.
+
+    The scheduler calls its methods ``first_token`` and ``over`` (see ``Follower``). clock: monotonic seconds.
+    """
 
     def __init__(
         self,

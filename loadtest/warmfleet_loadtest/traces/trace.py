@@ -29,8 +29,8 @@ DECODE_S = 0.02  # trace seconds to decode a token of an answer, as in published
 class Public:
     """A public trace, and the settings for its benches.
 
-    rows: the number of requests that are played, from the first on. speed: trace seconds per second. blocks: per
-    engine, with eight engines. step_time: a preset of ``step_costs``; fcfs mode takes the preset with ``-fcfs`` added.
+    rows: the number of requests that are played, from the first on. speed: trace seconds per second. blocks: in the
+    cache of each of eight engines. step_time: a preset of ``step_costs``; for fcfs mode ``-fcfs`` is added to it.
     """
 
     file: str

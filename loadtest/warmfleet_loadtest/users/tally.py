@@ -45,11 +45,9 @@ class Tally:
         return self.slots[int(now // self.slot_s)]
 
     def sent(self, kind: str, now: float) -> None:
-        """Count a request that was sent."""
         self.slot(now)[key("sent", kind)] += 1
 
     def answered(self, kind: str, answer: Answer, timing: Timing, now: float) -> None:
-        """Count a request that was answered."""
         counts = self.slot(now)
         counts[key("answered", kind)] += 1
         counts[key("prompt", kind)] += answer.prompt_tokens

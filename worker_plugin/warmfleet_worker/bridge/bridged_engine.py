@@ -36,7 +36,7 @@ logger = logging.getLogger("warmfleet")
 CHECK_SECONDS = 2.0  # time between two checks of the health
 READ_SECONDS = 5.0  # time between two readings of metrics and names, which cost the API server milliseconds
 FAILURES = 3  # number of unanswered checks in a row, each up to 5 s long, after which an engine counts as gone
-REFUSALS = 2  # the same number if nothing listens at the engine's address, or the engine says that it is dead
+REFUSALS = 2  # failed checks after which it is gone if nothing listens there, or it says that it is dead
 CATCH_UP_SECONDS = 60.0  # longest replay of events before the engine joins all the same
 TOKENIZER_SECONDS = 60.0  # time between two tries to load a tokenizer from a hub that cannot be reached
 ADAPTERS_SECONDS = 1.0  # time between two look-ups of an adapter that is not known
@@ -96,7 +96,7 @@ class BridgedEngine:
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has ended; only then may the engine be reported again under its name."""
+        """Whether the thread has ended. Until then the bridge reports no other engine under the same name."""
         return not self._thread.is_alive()
 
     # ------------------------------------------------ the thread

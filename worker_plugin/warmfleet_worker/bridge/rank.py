@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet")
 
 VERIFY_SECONDS = 5.0  # time between two replays; for each the engine looks through all batches that it keeps
-LONGEST_VERIFY_SECONDS = 60.0  # longest such time if replays fail, as each failed one delays live batches by 3 s
+LONGEST_VERIFY_SECONDS = 60.0  # longest such time while replays fail, because each failure delays live batches by 3 s
 BATCHES_AT_ONCE = 256  # most batches applied between two checks whether a replay is due
 WAIT_SECONDS = 0.2
 REPORT_SECONDS = 60.0  # time between two log lines about blocks that were left out

@@ -40,7 +40,7 @@ class Listener(Protocol):
 
 
 class Sequence:
-    """Gives ``listener`` each batch once, in order. Call ``verify`` first and every few seconds, ``live`` per batch.
+    """Gives ``listener`` each batch once, in order. Call ``verify`` first and every few seconds, ``live`` for each one.
 
     replay: returns (number, payload) of the batches from a number on that the engine still has; some may be missing.
     Raises ReplayError. last: number of the last batch that was applied, -1 before the first.

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MOST_HASHES = 16_384  # most hashes in the shadow; of a larger cache every second, fourth ... block is followed
+MOST_HASHES = 16_384  # most hashes in a ShadowLru; of a larger cache every second, fourth ... block is followed
 MEMORY_REQUESTS = 128  # number of later requests after which a request counts about a third in the sums
-STOP, GO_ON = 0.03, 0.01  # T-LRU's extra / plain LRU's uncached tokens: above STOP T-LRU stops, below GO_ON it goes on
+STOP, GO_ON = 0.03, 0.01  # share of uncached tokens by which T-LRU is worse than LRU: above STOP it stops, until GO_ON
 
 
 class ShadowLru:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
 TAIL = 0.9  # quantile of the requests' uncached tokens that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ / that quantile; a larger share shortens the P95 TTFT, lengthens the P90 (decisions/037)
+TAIL_SHARE = 0.6  # ξ (see Objective) / that quantile; if larger, the P95 TTFT is shorter, the P90 longer (decision 037)
 MEMORY_REQUESTS = 256  # number of latest requests from which the quantile is taken
 EVERY_REQUESTS = 16  # number of requests after which ξ is computed anew; before the first 16 ξ is None
 
@@ -61,8 +61,8 @@ class AdaptiveObjective:
 
     ξ is TAIL_SHARE times Q, the number of uncached tokens that one request in ten exceeds. With a ξ far below Q, T-LRU
     changes nothing; with one far above it, T-LRU makes fast requests slow. As T-LRU works, Q falls, and so does ξ.
-    A roomy cache needs no rule here: blocks of conversations that have probably ended (``TailEviction.is_silent``) are
-    evicted before the blocks that T-LRU has tagged, which are those that it gives up.
+    A roomy cache needs no rule here: there, blocks of conversations that have probably ended are evicted before any
+    block that T-LRU has tagged (``TailEviction.is_silent``).
     """
 
     def __init__(self) -> None:

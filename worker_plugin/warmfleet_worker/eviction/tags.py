@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Tags:
-    """Tagged blocks: first of ended conversations, then those that the next request can miss; oldest tag first.
+    """The blocks to evict early: those of ended conversations, then those that a next request can miss; oldest first.
 
     A tag is the number of a block and the hash that it had, and is valid only as long as the block keeps that hash. So
     there are at most as many tags as blocks.

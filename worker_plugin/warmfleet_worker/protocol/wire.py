@@ -266,7 +266,7 @@ class Scheme:
         return self.block_tokens // self.hash_block_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields; ``hash_block_tokens`` only if it is not block_tokens, as older routers lack the field."""
+        """Return the fields; ``hash_block_tokens`` only if it differs from block_tokens: older routers lack it."""
         announced: dict[str, Any] = {
             "algorithm": self.algorithm,
             "none_hash": self.none_hash.hex(),

@@ -202,7 +202,6 @@ def refuse(part: Part, reason: str) -> None:
 
 
 def version() -> str:
-    """Return the version of this vLLM."""
     try:
         from vllm.version import __version__
     except ImportError:

@@ -141,7 +141,6 @@ class SchedulerReporter:
             self._publisher.stop(1.0)
 
     def scheduled(self, output: Any) -> None:
-        """Note that a step begins."""
         self._steps += 1
         self._speed.scheduled(id(output), time.monotonic())
 

@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class Outlook(NamedTuple):
-    """A request's time on an engine. ready_s: until its prompt is computed. own_s: the part for its own tokens."""
+    """A request's time on an engine. ready_s: until its prompt is computed. own_s: the part for the prompt itself."""
 
     ready_s: float
     own_s: float
