@@ -82,7 +82,7 @@ add_progress(state, operation, lease_key, count, parse_list, integers)
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
   if not beat or not integers(beat, 1) then return false end
-  -- One more field may follow (1: the engine is paused), or two: whether it is paused, and its shortest step in us.
+  -- One field (1: the engine is paused) may follow, or two: whether it is paused (0 or 1), and its shortest step in us.
   local known = #beat < BEAT_FIELDS_WITH_DIGEST and BEAT_FIELDS or BEAT_FIELDS_WITH_DIGEST
   local paused, step_us = beat[known + 1] == 1, beat[known + 2] or 0
   if #beat < known or #beat > known + 2 or #beat == known + 1 and not paused then return false end

@@ -66,7 +66,7 @@ end
 local function join(data, time, nonce, batch, id)
   local fresh = announced(parse(data), worker_id)
   if not fresh then return count("malformed") end
-  local same_process = record and record.nonce == nonce -- joins again as commanded: its cache is not empty
+  local same_process = record and record.nonce == nonce -- was told to join again: its cache is not empty
   if record then drop_shadow(record) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)

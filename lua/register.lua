@@ -77,8 +77,8 @@ if found == "LEAVING" and not before.leaving then
   if others or since_ms == 0 then return { slot, in_flight, others and "LISTED" or "UP" } end
 end
 
--- Apply a check that passed. It may change the scheme only if the record's replica made it, or no replica confirms the
--- old scheme any more.
+-- Apply a check that passed. It may change the scheme only if the replica of the last passed check made it, or if no
+-- replica confirms the old scheme any more.
 local scheme, confirmed = tonumber(record.scheme_id) or 0, now
 if up and scheme ~= old_scheme and before.replica ~= replica and (before.confirmed or 0) > now - ttl_ms then
   record, scheme, confirmed = before, old_scheme, before.confirmed

@@ -107,9 +107,9 @@ class Decision:
     outcome: ``known`` if this id was booked before; then cost_s, wait_tokens, speculative and flagged are 0.
     speculative: some matched blocks are still being computed for another request. flagged: matched_tokens is uncertain
     (the search in the index was cut short, or the worker's index may be outdated).
-    wait_tokens: prefill tokens ahead of the request when the worker was chosen. trial: the request is the worker's
-    trial (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None unless ``explain`` was set.
-    use: how much of its limits the client uses; None if it has none, or if the id was known.
+    wait_tokens: prefill tokens ahead of the request when the worker was chosen. trial: the worker was ejected, and this
+    request shows whether it serves again (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None
+    unless ``explain`` was set. use: how much of its limits the client uses; None if it has none or the id was known.
     """
 
     reservation: str
@@ -190,7 +190,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as a decision sees it. matched_tokens: the deeper of the confirmed and the speculative match."""
+    """A worker as a decision sees it. matched_tokens: of the prompt, cached or being computed for other requests."""
 
     worker_id: str
     matched_tokens: int

@@ -39,7 +39,7 @@ class Queued:
 class Next:
     """The ticket that is first in order, whether or not it may be served now.
 
-    to_compute_s: seconds of prefill for what is not held of the prompt, at the worker that needs least. tenants: number
+    to_compute_s: seconds of prefill for the prompt's uncached part, at the worker that needs least. tenants: number
     of tenants with tickets, counted in each priority class. worker_id: the worker that the ticket gets or waits for;
     has_room: that worker could take it now. any_has_room: some worker that can serve it has room. to_compute_there_s:
     as to_compute_s, at ``worker_id``; 0 with a policy other than ``cost``.

@@ -39,7 +39,7 @@ class Choice:
 
 
 class Replays:
-    """Runs replays by EVAL_RO. ``close`` also closes the Redis client."""
+    """Makes choices of a decision log again, by EVAL_RO (lua/replay.lua). ``close`` also closes the Redis client."""
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis = redis

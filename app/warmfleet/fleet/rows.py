@@ -50,7 +50,7 @@ class Stage(IntEnum):
 
     BOOKED = 0  # its prefill is ahead or under way
     STARTED = 1  # its first token came
-    LINGERING = 2  # finished: only its match still counts, until the engine itself has reported the blocks
+    LINGERING = 2  # finished: its blocks count as held by the worker until the engine has reported them
     TOMBSTONE = 3  # it ended before it was booked, so a late decide must book nothing
 
 

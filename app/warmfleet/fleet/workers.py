@@ -68,7 +68,7 @@ class WorkerView:
     is None if the worker left or was never heard. ``proof`` is the result of the last probe, or "approximate"
     for a worker that is not probed; ``state`` says whether requests may go to the worker. ``probed_age_s`` is the age
     of that result; None without one, or if the clock stepped back. ``server_age_s`` is the ``heartbeat_age_s`` of its
-    API server. ``vouched_age_s`` is the time since a replica last called ``vouch`` for it; None if none did.
+    API server. ``vouched_age_s`` is the time since the last ``vouch`` for the worker; None without one.
     ``told_age_s`` is the time since a check last read the load of an approximate worker from its metrics.
     """
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenCapability:
-    """The endpoints on which a worker takes token ids of this identity, for prompts shorter than the limit."""
+    """The endpoints on which a worker takes token ids, made by this identity, for prompts shorter than the limit."""
 
     identity_key: str
     endpoints: frozenset[str]

@@ -89,7 +89,7 @@ def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: s
 
 
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
-    """Return the prompt for another pool's view; None if its workers may make other token ids or block hashes.
+    """Return the prompt for another pool's view; None if that pool may make other token ids or block hashes.
 
     view: the view by which the prompt was identified.
     """

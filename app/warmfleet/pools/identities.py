@@ -22,7 +22,7 @@ MAX_UNUSED = 2  # most unused identities kept, because a fleet may change back; 
 
 
 class Identities:
-    """Builds each identity once and keeps those in use. Identities with equal tokenizer files share one tokenizer."""
+    """Builds each identity (tokenizer and template) once and keeps those in use. Equal tokenizers are loaded once."""
 
     def __init__(self, executor: Executor, trie: Trie, templates: Templates) -> None:
         self._executor = executor

@@ -16,7 +16,7 @@ KEPT_S = 30.0  # time for which an outcome is kept; by then its lease has expire
 class OpenReservations:
     """The reservations that this replica holds for one model, from the booking decision until they are given back.
 
-    Background rounds renew the open ones, so that Redis does not let them expire, and repeat the outcomes.
+    Background rounds renew the open ones, so that they do not expire, and send again outcomes that Redis did not take.
     """
 
     def __init__(self) -> None:

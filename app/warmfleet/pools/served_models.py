@@ -98,7 +98,7 @@ class ServedModel:
         return sum(pool.servers_of(model) for pool in self.pools)
 
     def order_for(self, prompt: IdentifiedPrompt, model: str, *, counted: bool = True) -> tuple[Pool, ...]:
-        """Return the pools in which a request looks for a worker, its two home pools first; draining pools last.
+        """Return the pools in which a request looks for a worker, first by its prompt's key; draining pools last.
 
         model: as the request names it. Pools without a worker that serves this name are left out.
         counted: False for a prompt that is only explained, so must not change which beginnings count as common.

@@ -32,7 +32,7 @@ local sub, format, pack, unpack_from = string.sub, string.format, struct.pack, s
 local CLASS, LENGTH = 2 ^ 44, 2 ^ 20 -- distance between priority classes in the scores of :flows and of :lengths
 local FIRST_CLASS = 65 -- the letter A
 local PAGE_TICKETS = 8 -- most tickets of a flow that are read at once
-local LAST_PLACE = 2 ^ 53 -- largest place, as Lua computes exactly up to it
+local LAST_PLACE = 2 ^ 53 -- largest place: Lua computes exactly up to it
 local FORGOTTEN = 0.0625 -- tokens by which `largest` falls for each token of work that is served later
 
 return function(queue2_key, now_us, ticket_ms, prefix, own_call)
@@ -44,7 +44,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
 
   local function class_of(flow) return (flow:byte(1) - FIRST_CLASS) * CLASS end
   local function exact(number) return format("%.0f", number) end
-  -- Return the virtual time of a flow's class, at which or after which each of its flows begins.
+  -- Return the virtual time of a flow's class: each flow of the class begins there or later.
   local function floor_of(flow) return tonumber(call("HGET", clock_key, sub(flow, 1, 1))) or class_of(flow) end
 
   local function flow_of(ticket) return sub(ticket, TICKET_FLOW_AT, TICKET_ARRIVAL_AT - 1) end
@@ -172,7 +172,7 @@ return function(queue2_key, now_us, ticket_ms, prefix, own_call)
       time = math.max(time + done, stands - math.max(lag, largest_work(flow, done)))
       time = math.min(time, class + CLASS - 1)
       call("HSET", clock_key, sub(flow, 1, 1), exact(stands))
-      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- they would begin at the time of their class
+      call("ZREMRANGEBYSCORE", served_key, exact(class), exact(stands)) -- flows behind their class begin at its time
     end
     call("ZREM", queue2_key, member_of(id, ticket))
     local _, size_us = unpack_from(TICKET_SIZE, ticket)

@@ -64,7 +64,7 @@ class EngineSide:
 
 
 class Rank:
-    """Follows one engine core from ``start`` to ``stop``; it cannot be started again."""
+    """Follows the KV events of one engine core from ``start`` to ``stop``; it cannot be started again."""
 
     def __init__(
         self,

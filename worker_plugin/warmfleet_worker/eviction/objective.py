@@ -30,7 +30,7 @@ class Served:
 
 
 class Objective(Protocol):
-    """Sets T-LRU's ξ. Every method runs on the engine's thread, so it never waits and its loops have small bounds."""
+    """Sets ξ, how many uncached tokens a request may have. Its methods run on the engine's thread, so none waits."""
 
     def xi_tokens(self) -> int | None:
         """Return ξ, the tokens that a request may compute in time; None or 0: blocks are evicted as by plain LRU."""

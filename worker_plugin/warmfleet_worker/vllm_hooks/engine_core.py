@@ -94,7 +94,7 @@ def _refused(reason: str, original: Any, scheduler: Any, *args: Any, **kwargs: A
 
 
 class SchedulerReporter:
-    """Reports one Scheduler. ``scheduled`` and ``done`` run on the engine's thread, ``load`` on the publisher's."""
+    """Reports a Scheduler's blocks and load. ``scheduled``, ``done`` run on the engine's thread, ``load`` does not."""
 
     def __init__(self, scheduler: Any, redis_url: str) -> None:
         self._scheduler = scheduler

@@ -245,7 +245,7 @@ class Multiplexed:
         channel.send(call)
 
     def _fail(self, call: Call, why: str) -> None:
-        """Fail a call that was taken out of its line."""
+        """Fail a call that was taken out of ``waiting``."""
         self._bytes -= len(call.command)
         if call.on_answer is not None:
             call.on_answer(None, FleetUnavailable(why))
@@ -290,7 +290,7 @@ class Multiplexed:
         late = [call for call in self._channel.waiting if call.due <= clock or call.last <= now]
         for call in late:
             on_answer, call.on_answer = call.on_answer, None
-            call.due = call.last = NEVER  # the call stays in the line, because its answer may still come
+            call.due = call.last = NEVER  # the call stays in ``waiting``, because its answer may still come
             if on_answer is not None:
                 on_answer(None, FleetUnavailable("Redis is away or slow: no answer within the time limit"))
 
