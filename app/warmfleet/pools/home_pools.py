@@ -1,10 +1,10 @@
-"""Finds the home pools of a prompt among the pools of a model: a key of the prompt, and rendezvous hashing by the key.
+"""Finds a prompt's home pools, the two that its requests try first: by rendezvous hashing with a key of the prompt.
 
 The key is the block hash at a depth (tokens from the start) at which few conversations are alike. A beginning (the
 blocks up to a depth) that many conversations share, such as a system prompt, is no key, because it would send them all
-to the same two pools. So a replica counts the latest conversations with each beginning. If these are more than HOT of
-an average pool's conversations, the key is a block a quarter deeper, and so on, until the prompt ends. A conversation
-that grows keeps its key, because the key does not depend on the prompt's length once the prompt is longer than the
+to the same two pools. So a replica counts the latest conversations with each beginning. If they are more than
+the share HOT of an average pool's, the key is a block a quarter deeper, and so on, until the prompt ends. A growing
+conversation keeps its key, because the key does not depend on the prompt's length once the prompt is longer than the
 depth. All turns count as one conversation.
 
 A prompt belongs to a known conversation if it has all known beginnings of it, even if the prompt is longer.

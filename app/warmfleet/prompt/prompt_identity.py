@@ -143,7 +143,7 @@ class Identity:
         return [self._read_now(text, reading, path)]
 
     def _reading(self, request: Request, hashers: tuple[Hasher, ...], lora: Lora) -> Reading:
-        """Return the ``Reading`` (tokenizer, hashers, salt, adapter) of this request, mostly as for the last one."""
+        """Return the ``Reading`` (tokenizer, hashers, salt, adapter) of this request: mostly that of the last one."""
         base, last = self._readings[request.add_special_tokens], self._last_reading
         # ``is`` is fast, and enough, because each base reading has its own name object, and each view its own hashers.
         same = last.name is base.name and last.hashers is hashers

@@ -1,7 +1,7 @@
 """First come, first served: one prefill at a time, in the order of arrival, and decoding that costs nothing.
 
 It has the interface of the step scheduler and the same block pool. No real engine works so, but published simulations
-do, with which it allows a comparison.
+do, whose figures can be compared with those of this scheduler.
 """
 
 from __future__ import annotations

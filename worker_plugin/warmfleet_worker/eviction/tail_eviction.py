@@ -8,8 +8,8 @@ are tagged blocks given up in its place. Everything else stays LRU.
 Three things are added to the paper's rule:
 
 - A prefix that several conversations share is never tagged: the next request that needs it may be another's.
-- The oldest blocks go before any tagged one if nobody has used them for two mean turn gaps: their conversation
-  has probably ended. So a roomy cache stays LRU, and T-LRU acts where a cache holds no more than two turn gaps.
+- The oldest blocks go before any tagged one if nobody has used them for two mean turn gaps (times from one turn of a
+  conversation to the next): it has probably ended. So a cache that holds blocks for longer than that stays LRU.
 - A conversation that is known to have ended is tagged as a whole, and goes first of all.
 """
 

@@ -1,8 +1,8 @@
 """Connection pools of redis-py whose connections go to the present master, as Sentinels or Cluster nodes name it.
 
 They extend redis-py's Sentinel pool, in which a connection asks for the master when it connects, and ends when its
-server is no master any more. All keys of a pool of workers are in one slot of a Cluster, so one server has them, too:
-the same classes ask a node ``CLUSTER SLOTS`` then, and pipelines, TIME and INFO work as with a single server. With a
+server is no master any more. In a Cluster all keys of a pool of workers are in one slot, so one server has them, too:
+there the same classes ask a node ``CLUSTER SLOTS``, and pipelines, TIME and INFO work as with a single server. With a
 single server this module is not used; calls of scripts in a Cluster go by ``masters``. The plugin's counterpart,
 without asyncio, is ``warmfleet_worker/master_client.py``.
 """

@@ -37,7 +37,7 @@ class WorkerState(StrEnum):
     LOAD_ONLY = "load-only"  # its identity is wrong or untested: it takes requests, its blocks are never matched
     UNREACHABLE = "unreachable"  # its URL is missing or did not answer the probe
     APPROXIMATE = "approximate"  # an engine without the plugin: only the prompts that were sent to it are known
-    # Holds: reasons for which a worker is shown in another state than its standing
+    # Holds: what keeps the worker from requests (all but UNHEARD), whatever its standing
     LEFT = "left"  # its engine core or its API server announced its end, and neither has joined since
     SILENT = "silent"  # no heartbeat for a TTL; its entries in the index stay
     JOINING = "joining"  # its engine core is heard, but its API server has sent nothing yet, or nothing for a TTL
