@@ -59,7 +59,7 @@ class LogOutput(logging.Handler):
         root.handlers[:] = [self]
         root.setLevel(max(self._level_of_ours, logging.INFO))  # libraries log too much at debug level
         ours.setLevel(self._level_of_ours)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router's own lines say as much about a start
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines about a start repeat the router's
         self._thread.start()
         return self
 

@@ -39,11 +39,11 @@ logger = logging.getLogger("warmfleet.routing.client_limits")
 
 REFUSED_S = 1.0  # time after a refusal in which a client's limits are checked before any pool decides
 MAX_REFUSED = 1_024  # most clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # most ended requests stored until a silent pool answers; more count there until they expire
+MAX_NOT_TAKEN = 4_096  # most ends of requests stored until a silent pool answers; the others count until they expire
 
 
 class Counting:
-    """Lets pools count this replica's requests for clients with limits.
+    """Has pools count this replica's requests of clients with limits.
 
     ``open``: by id, the running requests, whose counts this replica renews.
     """

@@ -36,7 +36,7 @@ PAUSES = 4  # least pause, as a multiple of the last poll's duration, so that a 
 
 
 class Tickets:
-    """The tickets of this replica, of all models."""
+    """The tickets (places in the queues of all models) of this replica's requests."""
 
     def __init__(self) -> None:
         self._polls: dict[str, TicketPolls] = {}
@@ -83,7 +83,7 @@ class Tickets:
 class TicketPolls:
     """The tickets of one model in this replica. ``task`` polls Redis while there are any.
 
-    A poll returns all tickets that have their turn. It renews an eighth of this replica's tickets: its arguments.
+    A poll returns all tickets that have their turn. It renews the tickets that it names to Redis (``_named``).
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -158,7 +158,7 @@ class TicketPolls:
                 self._take_answer(await self.pool.fleet.queue.poll(waiting[start : start + POLL_AT_ONCE]))
         except WarmfleetError as error:
             self.pool.degraded.failed(f"queue: {error}")
-            now = time.perf_counter()  # a ticket expires after a second anyway
+            now = time.perf_counter()  # no older leave is sent again: a ticket expires after a second by itself
             self._leaving = {ticket: at for ticket, at in left_at.items() if now - at < SILENT_S} | self._leaving
             if self.pool.degraded.silent:
                 self._end_all_waits()

@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``_pairs``. Raises BadArgument for a pair that HTTP forbids, as httpx' error would show the value."""
+    """Return the ``_pairs``; raises BadArgument for one that HTTP forbids, before httpx raises one with its value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

@@ -43,7 +43,7 @@ class RetryBudget:
         self._add(BUDGET_SHARE)
 
     def spend(self) -> None:
-        """Take one try, as a request is tried again."""
+        """Take one try from the budget, because a request is tried again."""
         self._add(-1.0)
 
     def _add(self, tries: float) -> None:
