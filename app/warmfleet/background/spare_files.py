@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
-LOOK_S = 30.0  # time between two looks at the servers' copies of their files; a new server keeps its copy until then
+LOOK_S = 30.0  # time between two looks at the servers' copies of files; a new copy stays until the next look
 FORGET_S = 600.0  # time until known copies are looked at again, because another replica may have changed them
 KEPT = announced.MAX_SERVERS  # number of whole copies kept of equal files: routers ask no more servers for them
 MOST_EMPTIED = 128  # most servers whose copies one look at a pool empties; so many take a tenth of a second

@@ -31,7 +31,7 @@ logger = logging.getLogger("warmfleet.background.vouching")
 
 VOUCH_INTERVAL_S = 1.0  # time between two looks for silent workers
 #: Age of the last heartbeat at which a worker is asked: two are missing, and the worker expires half an interval later.
-#: Not earlier: a stuck core shows only by heartbeats that its API server sends long after the core's last.
+#: Not earlier: a stuck core is known only by heartbeats that its API server still sends long after the core's last.
 ASK_AFTER_S = WORKER_TTL_SECONDS - HEARTBEAT_SECONDS / 2
 ASK_AGAIN_S = HEARTBEAT_SECONDS  # time between two health checks of one worker
 

@@ -30,7 +30,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
 
 
 class Upstream:
-    """The connections to all engines: ``open`` it in the event loop, ``close`` it."""
+    """The connections to all engines. Await ``open`` in the event loop first, and ``close`` at the end."""
 
     def __init__(
         self,

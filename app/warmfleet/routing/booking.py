@@ -163,7 +163,7 @@ class Booking:
         """Return the X-Request-Id for an engine. ended: the conversation ends with this request.
 
         The id begins with the reservation, by which the worker plugin reports the load, or with ``unbooked`` if Redis
-        booked none. The plugin reports unbooked load as foreign, or else no decision would count it.
+        booked none. The plugin reports the load of unbooked requests apart (foreign), so that decisions count it.
         """
         owner = self.reservation if self.state is BOOKED else "unbooked"
         return f"{owner}.{ENDED_MARK if ended else ''}{request_id}"

@@ -79,8 +79,8 @@ class Counting:
     async def keep(self) -> None:
         """Renew the counts of this replica's requests, each in the first pool of its client that answers.
 
-        The clients' first pools are asked at once, then for those that failed the next pools. Raises the first failure
-        of a pool at the end.
+        All clients' first pools are asked at the same time; then, in place of pools that failed, the next pools. Raises
+        the first failure of a pool at the end.
         """
         left = [counted for counted in self.open.values() if counted.answered]
         failures: dict[Pool, WarmfleetError] = {}
@@ -191,7 +191,7 @@ class Counting:
 class Counted:
     """A request of a client with limits, from when a pool is asked to count it until it ends.
 
-    ``name``: its reservation with the client's tag at the end. ``first``: await ``check_first`` before any decision.
+    ``name``: its reservation with the client's tag at the end. ``first``: ``check_first`` comes before any decision.
     ``use``: how much of the limits is used, with this request; None while it is not known.
     """
 

@@ -263,7 +263,7 @@ class _Comparison:
                 booking.error = LatePool()
                 booking.pool.degraded.failed(str(booking.error))
             else:
-                task.result()  # raises if there is a bug, as expected errors are in the booking
+                task.result()  # raises only after a bug: expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
         """Return the prompt as identified for this pool's workers; it is identified once per attempt."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02  # longest pause between two polls, hence longest delay of a turn that Redis did not predict
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
-REVIEW_S = 0.25  # time between two decisions for a ticket; above POLL_S, as one costs Redis as much as several polls
-REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
+REVIEW_S = 0.25  # time between two decisions for a ticket; above POLL_S: one costs Redis as much as several polls
+REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S for models with several pools; shorter, because another pool may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # a poll renews an eighth of the tickets, at least 32; each costs Redis 3 µs
 PAUSES = 4  # least pause, as a multiple of the last poll's duration, so that a long queue does not keep Redis busy
 

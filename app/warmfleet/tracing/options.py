@@ -41,7 +41,7 @@ class TracingOptions:
 
     ``certificate``: a PEM file of the authority that signed the collector's certificate; empty = the system's.
     ``client_certificate``, ``client_key``: PEM files that the collector may ask for. ``resource``: attributes that all
-    spans of this replica have in common. ``headers`` are secret, so no representation shows them.
+    spans of this replica have in common. ``headers`` are secret, so ``repr`` does not show them.
     """
 
     endpoint: str

@@ -193,7 +193,7 @@ class Sandboxed:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Ask the process in turn, even if the client hangs up, which would leave an unread answer in the socket."""
+        """Ask the process in turn. Goes on if the client hangs up, so that no unread answer stays in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))

@@ -157,7 +157,7 @@ def _folders() -> list[str]:
 
 
 def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    """Put ``value`` into the cache as its last used entry, and drop the first ones beyond ``limit``."""
+    """Put ``value`` into the cache as its last used entry, and drop those used longest ago beyond ``limit``."""
     cache[key] = value
     cache.move_to_end(key)
     while len(cache) > limit:

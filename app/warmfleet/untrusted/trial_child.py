@@ -132,7 +132,7 @@ def _check_texts(encoder: Encoder, tokenizer: Tokenizer) -> None:
 
 
 def _check_run(encode: Encode, unit: str, tail: str) -> None:
-    """Try texts that repeat ``unit`` and end with ``tail``, where a bad pattern searches to the end from each place."""
+    """Try texts that repeat ``unit``. The ``tail`` behind lets a bad pattern search in vain from each place."""
     short, long = ((unit * size)[:size] + tail for size in (SHORT, LONG))
     quick, (slow, ids) = _seconds(encode, short)[0], _seconds(encode, long)
     if ids > MAX_IDS * LONG:

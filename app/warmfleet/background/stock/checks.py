@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-#: Most checks that run at a time; more if without them a round in which no engine answers would exceed ROUND_S. The
+#: Most checks that run at a time; more run if a round in which no engine answers would else exceed ROUND_S. The
 #: next round begins after the slowest check, and a worker expires 15 s after its last check.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
