@@ -26,7 +26,7 @@ CONSEQUENCE = {
 
 
 class Agreement:
-    """Logs which workers of a model share an identity or a hash scheme, if that changed since the last look."""
+    """Logs a model's groups of workers with equal identity (tokenizer, template) or hash scheme, when they change."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

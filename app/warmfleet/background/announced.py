@@ -33,7 +33,7 @@ TOKEN_FACTS = (
 
 
 def identity_key(worker: WorkerView) -> str:
-    """Return the digest of a worker's files and token facts. Equal keys mean equal token ids, whatever the adapters."""
+    """Return the digest of a worker's files and token facts. Equal keys mean equal token ids; adapters do not count."""
     return hashlib.sha256(dumps(_identity_of(worker)).encode()).hexdigest()
 
 
@@ -45,11 +45,11 @@ class Grouping:
         self._known: dict[int, tuple[Mapping[str, Any], str]] = {}
 
     def by_identity(self, workers: Sequence[WorkerView]) -> dict[str, list[WorkerView]]:
-        """Return identity key (``identity_key``) -> its workers: largest group first, of equals the first worker's.
+        """Return identity key (``identity_key``) -> its workers; largest group first, equal sizes by first worker.
 
         A worker that announced no files is in no group. A worker that announces fewer facts than a group, and
-        contradicts none, joins the end of that group: a bridge (`warmfleet bridge` announces an engine that has no
-        plugin) cannot know all facts, and a probe tests the workers of a bridge anyway.
+        contradicts none, joins the end of that group, because `warmfleet bridge`, which announces engines without a
+        plugin, cannot know all their facts. The probe of such a worker tests whether the group is right.
         """
         groups: dict[str, list[WorkerView]] = {}
         known: dict[int, tuple[Mapping[str, Any], str]] = {}

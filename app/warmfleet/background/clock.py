@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-#: A timer may fire a little early, so a beat counts as reached if it is less than EARLY periods and EARLY_S away.
+#: A timer may fire early, so a beat counts as reached if it is less than EARLY of a period and EARLY_S seconds away.
 EARLY, EARLY_S = 1 / 16, 0.01
 
 

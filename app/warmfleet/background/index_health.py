@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.pools.served_models import Pools
 
-RESYNC = "resync_"  # prefix of the counters of snapshots that replaced a worker's part of the index
+RESYNC = "resync_"  # prefix of the counters of finished snapshots (all blocks of a worker, sent anew), by cause
 
 
 class IndexHealthWatch:
@@ -60,7 +60,7 @@ class IndexHealthWatch:
         metrics.divergences.labels("healed").set(sum(worker.healed for worker in every))
 
     def _set_worst(self, alive: Sequence[WorkerTruth]) -> None:
-        """Set the worst lag and digest age. Dead workers do not count: their digests are never compared again."""
+        """Set the largest lag and age of a digest (checksum of a worker's blocks), without those of dead workers."""
         metrics = self._metrics
         metrics.apply_lag_batches.set(max((worker.lag_batches for worker in alive), default=0))
         metrics.apply_lag_seconds.set(max((worker.lag_s for worker in alive), default=0.0))

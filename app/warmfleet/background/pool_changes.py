@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.pool_changes")
 
-FIRST_READING_S = 5.0  # most seconds that engine checks wait for the registries: a third of a worker's time to live
+FIRST_READING_S = 5.0  # most seconds that engine checks wait for the pool lists in Redis; a worker expires after 15 s
 
 
 class PoolChanges:
-    """The pools of this replica and their tasks."""
+    """Begins and ends this replica's pools and their tasks, as the registries (lists of pools in Redis) say."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class PoolChanges:
 
 
 async def _clear(pool: Pool) -> None:
-    """Delete a removed pool's keys in Redis. Each replica does so, as replicas that end it later may add keys."""
+    """Delete a removed pool's keys in Redis. Each replica does so, because those that end it later may add keys."""
     try:
         await clear(pool.fleet, shared=pool.tag == pool.name)
     except WarmfleetError as error:

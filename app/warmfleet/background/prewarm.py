@@ -62,7 +62,7 @@ class Prewarmer:
             return False
         owner, nonce = secrets.token_hex(8), str(worker.record.get("nonce"))
         if await self._claim(pool, worker, owner) != "OK":
-            return False  # another replica warms the worker, or the worker was warmed before since it joined
+            return False  # another replica warms the worker, or has warmed it already since it joined
         task = asyncio.ensure_future(self._warm(pool, worker, nodes, owner, nonce))
         self._running.add(task)
         task.add_done_callback(self._running.discard)

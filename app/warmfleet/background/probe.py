@@ -204,7 +204,7 @@ class Probe:
             return Result("proven", witnessed=True)
         witnessed = prefilled or await _some_came(pool, worker, questions, reservation)
         if _incomplete(pool, fresh) or fresh.load.slot != worker.load.slot:
-            # A snapshot has only the blocks that the engine still holds, perhaps none of this probe.
+            # A snapshot lists only blocks that the engine still holds, perhaps none of this probe, so it tests nothing.
             return Result("", "untested", "its index is being sent anew: its blocks cannot be tested", witnessed)
         if not missing:
             return Result("", "untested", "Redis lost its notes of the probe's blocks", witnessed)
@@ -280,11 +280,11 @@ def _prompt_tokens(answer: bytes) -> int | None:
 async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> list[Question]:
     """Let Redis note which of these blocks the stream reports; return the questions with only the noted blocks.
 
-    Blocks that the worker already holds, as the first of a chat template, are left out: no stream reports them again.
+    Blocks that the worker already holds (such as a chat template's first) are left out: no stream reports them again.
     """
     held = iter(await pool.fleet.index.holds(worker.load.slot, _hashes(questions)))
     questions = [replace(sent, hashes=tuple(block for block in sent.hashes if not next(held))) for sent in questions]
-    # While Redis is short of memory, no block is indexed and Redis may refuse this write.
+    # While Redis is short of memory, no block is indexed, so Redis is asked to note none (and might refuse to).
     if not pool.fleet.upkeep.last_tick.short:
         await pool.fleet.probes.await_blocks(worker.worker_id, probe, _hashes(questions))
     return questions

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.background.prober")
 
 AT_ONCE = 64  # most probes that one replica runs at a time, each with small requests and a connection to Redis
-SOON_S = 1.0  # time until a first probe that learned nothing is repeated, as the worker takes no requests until then
-SPREAD = 1.2  # replicas' probe intervals differ by up to this factor, so that mostly one replica probes
+SOON_S = 1.0  # pause after a first probe that learned nothing; short, because an unproved worker takes no requests
+SPREAD = 1.2  # largest random factor on a replica's probe interval: the replica with the shortest probes for all
 #: The states in which a probe can be due, the most urgent first.
 URGENCY = {
     WorkerState.PENDING: 0,
@@ -58,7 +58,7 @@ class Prober:
         self._metrics = metrics
         self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Key: ``name`` of ``round``. Value: when the worker's next probe may begin, and the pause after that probe.
+        #: ``name`` (made in ``round``) -> when the worker's next probe may begin, and the pause after that probe.
         self._next: dict[str, tuple[float, float]] = {}
         self._first_seen: dict[str, float] = {}  # by ``name`` of ``round``, monotonic seconds
         self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
@@ -66,8 +66,8 @@ class Prober:
     async def round(self) -> None:
         """Start a probe of every worker that is due, the most urgent first; does not wait for their results.
 
-        Of equally urgent workers, those never probed under this name come first, then those probed longest ago. So a
-        worker that keeps probes waiting, and joins again and again, delays only itself.
+        Of equally urgent workers, worker ids never probed come first, then those probed longest ago. So a worker that
+        answers slowly, and joins again and again under its id, delays only itself.
         """
         now, seen, names = time.monotonic(), set[str](), set[tuple[str, str]]()
         due: list[tuple[int, float, float, str, Pool, WorkerView]] = []
@@ -193,7 +193,7 @@ def _identity_ready(view: View) -> bool:
 
 
 def _differs(view: View, worker: WorkerView) -> str:
-    """Say in which files or facts this worker differs from the fleet's reference worker; empty if in none."""
+    """Name the files or facts in which this worker differs from the worker whose tokenizer is used; empty if none."""
     reference, keys = view.reference, view.identity_keys
     if reference is None or keys.get(worker.worker_id, "") == keys.get(reference.worker_id):
         return ""

@@ -35,8 +35,8 @@ class MemoryWatch:
     async def look(self) -> None:
         """Read the memory of every model's Redis once. The metrics show each share that could be read.
 
-        Raises FleetUnavailable if a Redis gives no figures. The next tick of its models then gets no share, so only
-        writes that Redis refuses show it a shortage.
+        Raises FleetUnavailable if a Redis gives no figures. The next tick of its pools then gets no share, and finds a
+        shortage of memory only by writes that Redis refuses.
         """
         readings: list[Memory] = []
         sharing: dict[object, list[Pool]] = {}  # by connection: pools with the same connection have the same Redis

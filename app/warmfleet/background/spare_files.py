@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     Incarnation = tuple[str, str]  # a server's id and its nonce
 
-LOOK_S = 30.0  # time between two looks at the servers' copies of their files; a new server keeps its copy until then
-FORGET_S = 600.0  # time until the same copies are looked at again, as another replica may have changed them
-KEPT = announced.MAX_SERVERS  # number of whole copies of equal files to keep, because no router asks more servers
-MOST_EMPTIED = 128  # most servers whose copies one look at a pool empties, in a tenth of a second
+LOOK_S = 30.0  # time between two looks at the servers' copies of files; a new copy stays until the next look
+FORGET_S = 600.0  # time until known copies are looked at again, because another replica may have changed them
+KEPT = announced.MAX_SERVERS  # number of whole copies kept of equal files: routers ask no more servers for them
+MOST_EMPTIED = 128  # most servers whose copies one look at a pool empties; so many take a tenth of a second
 
 
 class SpareFiles:
@@ -86,5 +86,5 @@ async def _empty(
             wanted += 1
             await fleet.artifacts.want(server_id, pieces)
         else:
-            break  # KEPT servers store their copies again first: until then no copy behind theirs is emptied
+            break  # KEPT servers were asked to store their copies again; no further copy is emptied before they have
     return found

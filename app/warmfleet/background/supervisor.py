@@ -47,7 +47,7 @@ async def supervise(
         wait=wait_exponential(first_s, max=last_s),
         before_sleep=_FailureReport(name, metrics, tag),
     )
-    async for spell in failures:  # one turn of this loop for each failure, so good rounds cost nothing here
+    async for spell in failures:  # this loop turns only after a failure, so good rounds cost nothing here
         with spell:
             while True:
                 await work()

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.upkeep")
 
-#: Time between two rounds of ``apply`` for a pool at rest: below 2.5 s, after which no worker expires (lua/tick.lua).
+#: Time between two ``apply`` rounds of a pool at rest. After 2.5 s without them, no worker would expire (lua/tick.lua).
 REST_STEP_S = 1.0
 REST_SHARES = 8  # parts of REST_STEP_S over which the pools at rest are spread, so that Redis gets no bursts
-REST_STREAMS = 640  # most event streams of a pool that may rest; with more, each would be read less than every 4 s
+REST_STREAMS = 640  # most event streams of a pool that may rest; of more, each would be read less than once in 4 s
 
 
 async def renew(pools: Pools, metrics: Metrics) -> None:
@@ -38,7 +38,7 @@ async def renew(pools: Pools, metrics: Metrics) -> None:
             batch = names[start : start + RENEW_AT_ONCE]
             sent = [renewal for name in batch if (renewal := pool.reservations.renewal(name)) is not None]
             counts = await pool.fleet.bookings.renew(sent)
-            # ``renew`` may have booked again a request that ended during the call.
+            # ``renew`` may have booked again a request that ended during the call, so its booking is ended here.
             for ended in [renewal for renewal in sent if renewal.reservation not in pool.reservations]:
                 await pool.fleet.bookings.settle(ended.reservation, "cancelled")
             for result, count in zip(("renewed", "rebuilt", "refused"), counts, strict=True):
@@ -139,7 +139,7 @@ async def apply(pool: Pool, metrics: Metrics, until_beat: Callable[[], float], t
 
 
 async def audit(pools: Pools, metrics: Metrics, interval_s: float) -> None:
-    """Compare each worker's part of the index with its digest, some blocks at a time, until no worker is due.
+    """Compare the index of each worker with its digest (checksum), some blocks at a time, until no worker is due.
 
     One replica audits at a time. interval_s: time between two audits of a worker.
     """

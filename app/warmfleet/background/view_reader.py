@@ -59,7 +59,7 @@ class ViewReader:
         self._identities = identities
         self._settings = settings
         self._interval_s = timing.view_interval_s
-        self._rest_s = 2 * timing.view_interval_s  # time between two readings of a pool at rest
+        self._rest_s = 2 * timing.view_interval_s  # time between two readings of a pool without requests
         self._load_retry_s = timing.load_retry_s
         self._metrics = metrics
         self._agreement = Agreement(metrics)
@@ -230,7 +230,7 @@ class ViewReader:
         await self._identities.load(self._settings.tokenizer)
 
     async def _from_workers(self, pool: Pool, key: str, workers: Sequence[WorkerView]) -> None:
-        """Build an identity from the first server whose files are in Redis; some servers only announce theirs."""
+        """Build an identity from the first server whose files are in Redis; not all announced files are there."""
         failure: WarmfleetError | None = None
         servers = {str(worker.record["server_id"]): worker.server or {} for worker in workers}
         for server_id, server in list(servers.items())[: announced.MAX_SERVERS]:

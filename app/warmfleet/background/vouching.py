@@ -31,7 +31,7 @@ logger = logging.getLogger("warmfleet.background.vouching")
 
 VOUCH_INTERVAL_S = 1.0  # time between two looks for silent workers
 #: Age of the last heartbeat at which a worker is asked: two are missing, and the worker expires half an interval later.
-#: Core and API server send heartbeats separately: earlier, a stuck core looks like a server cut off from Redis.
+#: Not earlier: a stuck core is known only by heartbeats that its API server still sends long after the core's last.
 ASK_AFTER_S = WORKER_TTL_SECONDS - HEARTBEAT_SECONDS / 2
 ASK_AGAIN_S = HEARTBEAT_SECONDS  # time between two health checks of one worker
 
@@ -101,7 +101,7 @@ class Vouching:
 def _due(worker: WorkerView) -> bool:
     """Whether the worker's heartbeats, or those of its API server, are missing, and no replica vouched for it lately.
 
-    A worker that said goodbye, or whose URL no probe has proved, is not asked.
+    A worker that has left the fleet, or whose URL no probe has proved, is not asked.
     """
     core_s, server_s = worker.heartbeat_age_s, worker.server_age_s
     if worker.server is None or core_s is None or server_s is None or not worker.url:

@@ -34,7 +34,7 @@ STATES: Mapping[WorkerState, str] = {
     _W.EJECTED: "it failed requests that other workers served",
     _W.UNHEARD: "no heartbeat comes, but its engine answers, so it takes requests",
 }
-#: Mark in a suspected worker's record -> why the worker is suspected.
+#: Field ``suspect`` of a worker's record -> the unexpected result because of which the worker is probed again.
 SUSPICIONS: Mapping[str, str] = {
     "prompt": "it counted other prompt tokens than the router",
     "blocks": "its stream did not report the blocks of prompts",

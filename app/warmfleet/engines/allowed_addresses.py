@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-#: Addresses at which clouds give any process the machine's credentials; each is allowed only by a range of its own.
+#: Addresses at which clouds give any process the machine's credentials; only a range of one address allows them.
 METADATA = frozenset(
     ipaddress.ip_address(text) for text in ("169.254.169.254", "100.100.100.200", "192.0.0.192", "fd00:ec2::254")
 )
@@ -75,7 +75,7 @@ class Addresses:
     def allowed_of(self, host: str, resolved: Iterable[str]) -> list[str]:
         """Return those resolved addresses of ``host`` that are allowed. Raises OSError if none is allowed.
 
-        Naming a host does not allow METADATA addresses that DNS gives for it: each needs its own range or name.
+        A METADATA address that DNS gives for a named host needs a range of one address, or must be named itself.
         """
         named = self.named(host)
         allowed = [

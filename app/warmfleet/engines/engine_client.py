@@ -45,7 +45,7 @@ class DeadConnection(httpx.NetworkError):
 
 
 class EngineClient:
-    """A pool of connections for all small calls. No redirects, no cookies, no proxy of the environment."""
+    """Makes all small calls to engines; follows no redirects, keeps no cookies, uses no proxy of the environment."""
 
     def __init__(self, addresses: Addresses, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         """tls: the context for https; None = the system's authorities."""
@@ -94,7 +94,7 @@ class EngineClient:
                 addresses = await self._resolver.addresses(host, port)
         except (OSError, UnicodeError, httpx.InvalidURL, ValueError):
             return None
-        first = [address for address in addresses if ":" not in address] or addresses  # a dual-stack host has both
+        first = [address for address in addresses if ":" not in address] or addresses  # IPv4 if the host has both
         if len(first) > 1:
             return None
         address = ipaddress.ip_address(first[0])
@@ -116,7 +116,7 @@ class EngineClient:
         encoded = [(name.encode(), header_value(value)) for name, value in headers.items()]
         request = httpx.Request(method, url, content=body, headers=encoded)
         if url.userinfo:
-            if "Authorization" in request.headers:  # ``upstream`` fails with such a worker, so this call must fail, too
+            if "Authorization" in request.headers:  # requests to such a worker fail, too (``upstream``)
                 raise UpstreamError("The worker's URL names a user, and an Authorization header is given: choose one.")
             request.headers["Authorization"] = (
                 f"Basic {base64.b64encode(f'{url.username}:{url.password}'.encode()).decode()}"

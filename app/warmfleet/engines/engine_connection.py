@@ -24,7 +24,7 @@ KEEPALIVE_S = 4.0  # longest time that an idle connection is kept; the router mu
 HEAD_MAX_BYTES = 65_536  # most bytes of an answer's status line and headers, with those of interim answers before it
 TRAILERS_MAX_BYTES = 8_192  # most bytes of trailers, and of the line before a chunk with its extensions
 FIELD_COST_BYTES = 32  # bytes counted for a header besides its text, so that many short ones are bounded as well
-MAX_INTERIM_ANSWERS = 8  # most answers 1xx before the final one
+MAX_INTERIM_ANSWERS = 8  # most interim answers (status 1xx) before the final answer
 LAST_WORD_BYTES = 64  # most bytes of the piece that ends a stream, such as [DONE]; a piece this short holds no usage
 UNREAD_MAX_BYTES = 65_536  # most bytes that wait for a slow client before reading from the engine pauses
 #: TCP notices after 25 s that a machine vanished. It does not notice a frozen process, whose kernel still answers, so
@@ -152,7 +152,7 @@ class EngineResponse:
 
     def close(self) -> None:
         """Give up the rest of the answer: the connection is closed at once, and the engine stops its work."""
-        if not self.complete:  # in place of an error whose traceback would keep this answer alive
+        if not self.complete:  # in place of an error: its traceback would keep this object alive
             self._error = UpstreamError("The answer was closed before its end.")
         self._hang_up()
         self.pieces.clear()
@@ -360,7 +360,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if answer is None:
             return
-        if self._until_close and exc is None:  # the engine ends such an answer by closing the connection
+        if self._until_close and exc is None:  # an answer without a length ends when the engine closes
             answer.finish()
             answer.wake()
             return

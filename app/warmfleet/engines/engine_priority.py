@@ -11,7 +11,7 @@ Requests whose clients name different priorities are ordered by these first, as 
 from __future__ import annotations
 
 PRIORITY_HEADER = "X-Vllm-Priority"
-PATIENCE = 4  # factor on a request's work; simulated at 83 % load, ageing costs 1 % of mean TTFT (factor 1: 2 %)
+PATIENCE = 4  # factor on prefill time; simulated at 83 % load, mean TTFT is 1 % (with factor 1: 2 %) above no ageing
 CLASS_MS = 2**44  # numbers between two priorities of clients: more milliseconds than a clock shows until the year 2527
 MAX_CLASS = 2**17  # largest size of a client's priority, to both sides of 0, because engines' numbers have 64 bits
 UNKNOWN_TPS = 10_000  # prefill tokens a second that are assumed for an engine whose speed is not known yet

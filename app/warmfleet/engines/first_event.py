@@ -15,13 +15,13 @@ import orjson
 #: Most bytes at the beginning of a stream that are searched for an error; a longer first event counts as no error.
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
-OVERLOADED = 529  # a status of Anthropic's API alone
+OVERLOADED = 529  # status of an overloaded server in Anthropic's API only
 #: An unfinished first event of at least this length counts as no error, unless it contains a word of an error.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n)){2}")
 _BOM = b"\xef\xbb\xbf"
-#: Statuses by the words of an error's type or code, where it has no number. The first word that occurs counts.
+#: Word in the type or code of an error without a number -> status. The first word that occurs counts.
 _WORDS = {
     "rate_limit": 429,
     "overloaded": 503,

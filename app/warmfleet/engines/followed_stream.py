@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 
 class EventReader:
-    """Takes the pieces of a stream in the client's place, and passes each event on as ``change`` leaves it.
+    """Takes the pieces of a stream in the client's place, and passes each event on after ``change``.
 
     ``cut``: the error by which the engine ended the stream in its middle; no event after it reaches the client.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 MAX_REQUEST_ID = 128  # most characters of a client's id that are kept
-#: Removed: a space would split the id in a log, and ``~`` marks a conversation's last request (``wire.ENDED_MARK``).
+#: Removed from a client's id: a space would split a log line, ``~`` would mark a last request (``wire.ENDED_MARK``).
 _UNSAFE_ID = re.compile(rb"[^A-Za-z0-9._:=+@/,;|#-]")
 
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 SWEEP_INTERVAL_S = 1.0  # time between two calls of ``sweep``
 MAX_ADDRESSES = 4_096  # most engines whose connections are kept; one more closes all idle connections
-WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # methods that need no length without a body
+WITHOUT_LENGTH = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})  # need no Content-Length if bodiless
 _HOST = re.compile(r"[A-Za-z0-9._:%~-]+")
 
 
 class Upstream:
-    """The connections to all engines: ``open`` it in the event loop, ``close`` it."""
+    """The connections to all engines. Await ``open`` in the event loop first, and ``close`` at the end."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Upstream:
         try:
             connection = await self._connection(engine)
         except (OSError, TimeoutError, ValueError) as error:  # ValueError means a name that cannot be looked up
-            answer.connecting = None  # this task, which needs no cancelling
+            answer.connecting = None  # because this task ends, so nobody need cancel it
             why = f"The worker does not answer: {type(error).__name__}"
             answer.fail(UpstreamGone(why, refused=not answer.may_have_been_read))
         else:
@@ -152,7 +152,7 @@ class Engine:
         try:
             parts = urlsplit(base)
             host, port = parts.hostname or "", parts.port
-            name = host if host.isascii() else host.encode("idna").decode()  # as resolvers and certificates know it
+            name = host if host.isascii() else host.encode("idna").decode()  # the form in DNS and certificates
         except ValueError as error:
             raise UpstreamError(f"{base!r} is not an http address") from error
         if not _HOST.fullmatch(name) or not _sendable(parts.path) or parts.query or parts.fragment:

@@ -32,7 +32,7 @@ class _Kind:
 
 
 class Folding(logging.Filter):
-    """A filter for handlers. Warnings and errors are of one kind if one statement made them, other lines if equal.
+    """Passes few lines of one kind, counts the rest. A kind: warnings or errors of one statement, or else equal lines.
 
     Lines with exceptions of different types are never of one kind, because one statement may log many different bugs.
     So the first line of a repeated fault passes at once, and a line with the number of folded lines follows once a

@@ -45,7 +45,7 @@ def _request_of_task() -> tuple[str, str]:
 
 
 def prepared(record: logging.LogRecord) -> logging.LogRecord:
-    """Prepare the record for another thread by making its text, so that it holds no argument of the line."""
+    """Prepare the record for another thread by making its text, so that it keeps no argument of the call alive."""
     record.msg, record.args = record.getMessage(), None
     if record.exc_info:
         record.exc_text = logging.Formatter().formatException(record.exc_info)

@@ -28,7 +28,7 @@ FORMATS: dict[str, type[TextLines | JsonLines]] = {"text": TextLines, "json": Js
 
 
 class LogOutput(logging.Handler):
-    """The only handler of a process, within a ``with`` block. Lines are dropped while MAX_WAITING wait.
+    """The only log handler of the process while its ``with`` block runs. Drops lines while MAX_WAITING wait.
 
     ``on_drop`` is called for each line that is dropped, or cannot be written as it is. When the reader of the log goes
     on, a line says how many lines were dropped.
@@ -59,7 +59,7 @@ class LogOutput(logging.Handler):
         root.handlers[:] = [self]
         root.setLevel(max(self._level_of_ours, logging.INFO))  # libraries log too much at debug level
         ours.setLevel(self._level_of_ours)
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the router's own lines say as much about a start
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines about a start repeat the router's
         self._thread.start()
         return self
 

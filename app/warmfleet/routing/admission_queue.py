@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
-BODIES = 2  # room in bodies of the largest size: a tenant gets half of the room, so a body of any size may wait
+BODIES = 2  # memory for waiting bodies, as a multiple of the largest: a tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
@@ -87,7 +87,7 @@ class AdmissionQueue:
                     displaced = standing is Standing.DISPLACED
                     self._check_ticket(attempt, answer, may_wait=may_wait, displaced=displaced)
                     if isinstance(answer, Queued) and attempt.chosen.avoided:
-                        await asyncio.sleep(POLL_S)  # the ticket still has its turn, but only avoided workers have room
+                        await asyncio.sleep(POLL_S)  # has its turn, but all workers with room failed a moment ago
         finally:
             self._metrics.queue_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         return answer

@@ -91,7 +91,7 @@ class Attempt:
         return booking
 
     def choose(self, booking: Booking) -> None:
-        """Let this booking serve the job. The others are given back, as their engines never got the request."""
+        """Let this booking serve the job. Give back the others as unsent: their engines never got the request."""
         for other in self.bookings:
             if other is not booking:
                 other.release("unsent")

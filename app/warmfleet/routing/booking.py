@@ -46,7 +46,7 @@ class BookingState(Enum):
     RELEASED = auto()
 
 
-#: The members as names of this module, because a request needs sixteen, and a look-up at the class takes 0.1 us.
+#: The members as names of this module, because a request reads them 16 times, and a look-up in the class takes 0.1 us.
 NEW, ASKED, QUEUED, BOOKED, RELEASED = BookingState
 UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt does not count for a client with limits
 
@@ -163,7 +163,7 @@ class Booking:
         """Return the X-Request-Id for an engine. ended: the conversation ends with this request.
 
         The id begins with the reservation, by which the worker plugin reports the load, or with ``unbooked`` if Redis
-        booked none. The plugin reports unbooked load as foreign, or else no decision would count it.
+        booked none. The plugin reports the load of unbooked requests apart (foreign), so that decisions count it.
         """
         owner = self.reservation if self.state is BOOKED else "unbooked"
         return f"{owner}.{ENDED_MARK if ended else ''}{request_id}"
@@ -183,7 +183,7 @@ class Booking:
         self._due = asyncio.get_running_loop().call_later(seconds, self.prefill_done, "due")
 
     def prefill_done(self, word: Literal["started", "due"] = "started") -> None:
-        """Give the booked prefill back, once, as the first token came. Returns without waiting for Redis."""
+        """Give the booked prefill back, because the first token came or was due. Only the first call does anything."""
         if self.pool.reservations.prefill_done(self.reservation):
             self._settlements.settle_later(self.pool, self.reservation, word)
 

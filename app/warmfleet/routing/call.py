@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
     record: the record of the request, for logs. headers: the header lines that the engine gets. tenant: the value of
     the tenant header, empty unless tenants are kept apart. flow: 8 bytes made of the tenant header's value; the queue
-    takes turns by them. patience_s: the longest wait in the queue that the client accepts. received_at: when the body
+    serves flows in turn. patience_s: the longest wait in the queue that the client accepts. received_at: when the body
     was complete, by ``time.perf_counter``. target: path and query, as the engine gets them. models: the names that the
     client may use, None for all. limits: the limits of the client's key, None if it has none. content_type: the type of
     the body. named: the client gave the request's id in a header, which counts before one in the body.
@@ -81,8 +81,8 @@ class Job(NamedTuple):
     """A call that was parsed and identified: everything that all attempts at it share.
 
     body: the body for an engine, with the tenant's salt. pool: the pool by whose workers the prompt was identified.
-    pools: where to look for a worker, in this order; the first two are the prompt's home pools. several: the model has
-    more than one pool. limits: the client's limits, for a model's only pool; else ``client_limits`` checks them.
+    pools: where to look for a worker, in this order; the first two (home pools) are asked first. several: the model has
+    more than one pool. limits: those of the client, which the only pool's decision checks; None if ``several``.
     priority: a lower one goes first in the queue. logged: whether its decisions are written to the
     decision log. continuable: how another worker may continue its stream; None: not at all.
     """

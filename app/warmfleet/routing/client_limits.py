@@ -39,11 +39,11 @@ logger = logging.getLogger("warmfleet.routing.client_limits")
 
 REFUSED_S = 1.0  # time after a refusal in which a client's limits are checked before any pool decides
 MAX_REFUSED = 1_024  # most clients whose refusal is remembered
-MAX_NOT_TAKEN = 4_096  # most ended requests stored until a silent pool answers; more count there until they expire
+MAX_NOT_TAKEN = 4_096  # most ends of requests stored until a silent pool answers; the others count until they expire
 
 
 class Counting:
-    """Lets pools count this replica's requests for clients with limits.
+    """Has pools count this replica's requests of clients with limits.
 
     ``open``: by id, the running requests, whose counts this replica renews.
     """
@@ -79,8 +79,8 @@ class Counting:
     async def keep(self) -> None:
         """Renew the counts of this replica's requests, each in the first pool of its client that answers.
 
-        The clients' first pools are asked at once, then for those that failed the next pools. Raises the first failure
-        of a pool at the end.
+        All clients' first pools are asked at the same time; then, in place of pools that failed, the next pools. Raises
+        the first failure of a pool at the end.
         """
         left = [counted for counted in self.open.values() if counted.answered]
         failures: dict[Pool, WarmfleetError] = {}
@@ -191,7 +191,7 @@ class Counting:
 class Counted:
     """A request of a client with limits, from when a pool is asked to count it until it ends.
 
-    ``name``: its reservation with the client's tag at the end. ``first``: await ``check_first`` before any decision.
+    ``name``: its reservation with the client's tag at the end. ``first``: ``check_first`` comes before any decision.
     ``use``: how much of the limits is used, with this request; None while it is not known.
     """
 

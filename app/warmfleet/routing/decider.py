@@ -151,8 +151,8 @@ class Decider:
         return question, explain
 
     def _goes_on_waiting(self, job: Job, booking: Booking, error: WarmfleetError) -> bool:
-        """Set the booking's state after an error. Return True if the request goes on waiting, as Redis is silent only
-        for a moment.
+        """Set the booking's state after an error. Return True if the request goes on waiting, because Redis
+        has been silent only for a moment.
         """
         pool = booking.pool
         if isinstance(error, NoWorker | CancelledReservation):

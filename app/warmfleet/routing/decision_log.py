@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.decision_log")
 
 MAX_BYTES = 64 * 2**20  # the largest size of the file; a full file is renamed to FILE.1, which replaces an older FILE.1
-MOST_PER_S = 20  # most decisions logged in a second, as an explained decision costs Redis more; a sample is enough
+MOST_PER_S = 20  # most decisions logged in a second; few, because an explained decision costs Redis more
 MAX_WAITING = 1_000  # most records that wait for the disk; further ones are dropped and counted
 
 

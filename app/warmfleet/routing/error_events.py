@@ -61,7 +61,7 @@ class ErrorEvents:
         body = error.as_dict()
         if self._form != "responses":
             return b"\n\ndata: %b\n\n" % orjson.dumps(body)
-        # OpenAI's reference has the fields beside the type; its own server and clients have them in ``error``.
+        # OpenAI's reference has the fields beside the type, its own server and clients in ``error``: both get them.
         fields = {name: body["error"][name] for name in ("code", "message", "param")}
         event = {"type": "error", "sequence_number": self._number + 1, **fields, **body}
         return b"\n\nevent: error\ndata: %b\n\n" % orjson.dumps(event)

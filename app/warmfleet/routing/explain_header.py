@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Candidate, Decision, Question, Weights
     from warmfleet.routing.attempt import Attempt
 
-EXPLAINED = 16  # most candidates in the header, as load balancers accept 8 kB of headers in all
+EXPLAINED = 16  # most candidates in the header, because load balancers accept 8 kB of headers in all
 
 
 def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which: str) -> list[tuple[bytes, bytes]]:
@@ -37,7 +37,7 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
 
 
 def explanation(question: Question, weights: Weights, decision: Decision) -> bytes:
-    """Return compact JSON: the policy, the word why, the weights, and the candidates with their loads and costs.
+    """Return compact JSON: policy, reason (``why``), weights, and the candidates with their loads and costs.
 
     ``terms`` are the terms of the cost that are not 0, in seconds.
     """

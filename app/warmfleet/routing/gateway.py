@@ -81,7 +81,7 @@ class Placement(NamedTuple):
 
 
 class Gateway:
-    """The requests of one replica that gateways send by themselves. They share the router's queue and pools."""
+    """Places requests for gateways, which send them to engines themselves. Shares the router's queue and pools."""
 
     def __init__(self, router: Router, settings: Settings) -> None:
         self._router = router
@@ -190,8 +190,8 @@ class Gateway:
     async def _booked(self, model: str, reservation: str) -> tuple[Pool, str]:
         """Find the pool that has a reservation, and the reservation's id in that pool.
 
-        Of several pools none counts clients by itself (``client_limits``), so the id there has no client's tag, unless
-        it was booked while the model had one pool. Raises as ``_pool_of``.
+        With several pools, ``client_limits`` counts clients, so the id in the pool has no client's tag, unless it was
+        booked while the model had one pool. Raises as ``_pool_of``.
         """
         untagged = reservation[:RESERVATION_LENGTH]
         pool = await self._pool_of(model, untagged)

@@ -49,17 +49,17 @@ logger = logging.getLogger("warmfleet.routing.pool_choice")
 
 HOMES = 2  # number of a prompt's home pools: the first in its order of pools, asked at the same time
 MOST_ASKED = 3  # most pools that are asked: if all of them are full, the request is refused
-LONG_S = 1.0  # if the price of a turn exceeds the whole prefill by this, a pool whose Redis is away is tried instead
-ENOUGH = 4  # this replica's requests per worker in a pool that is away stay below this, or below the busy pool's
+LONG_S = 1.0  # if a turn's price exceeds the whole prompt's prefill by this, a pool whose Redis is away is used instead
+ENOUGH = 4  # a pool that is away gets a request only below so many per worker, or below the busy pool's number
 TIE_S = 0.005  # least difference of two costs that counts, as inside a pool (lua/parts/decide/cost_rule.lua)
-WAIT_PRICE = 0.5  # the price of a second of waiting for a turn: WAIT_PRICE in lua/parts/decide/wait_turn.lua
+WAIT_PRICE = 0.5  # a second of waiting counts as half a second of prefill, as in lua/parts/decide/wait_turn.lua
 
 
 class Offer(NamedTuple):
     """A pool's answer. cost_s: cost at the chosen worker, wait included; None if the request must wait in the queue.
 
-    turn_s, matched_tokens: price (function ``turn_s``) and cached tokens of the prompt at the worker that the request
-    gets or waits for. token_s: seconds of prefill of one token in this pool.
+    turn_s, matched_tokens: price (by ``turn_s``) and cached tokens of the prompt, both at the worker that
+    the request gets or waits for. token_s: seconds of prefill of one token in this pool.
     """
 
     cost_s: float | None
@@ -69,12 +69,12 @@ class Offer(NamedTuple):
 
 
 def turn_s(wait_s: float, compute_s: float) -> float:
-    """Return the price of a turn. wait_s: time until the worker starts the request. compute_s: time of its prefill."""
+    """Return the price of a place at a worker. wait_s: time until the prefill starts. compute_s: time that it takes."""
     return WAIT_PRICE * wait_s + compute_s
 
 
 def prices(offers: Sequence[Offer], stay: float) -> list[float]:
-    """Return the price of each offer. stay: weight of a token that only another worker caches (``Weights``)."""
+    """Return the price of each offer. stay: factor on the prefill of tokens that only another pool caches."""
     most = max(offer.matched_tokens for offer in offers)
     found: list[float] = []
     for offer in offers:
@@ -125,7 +125,7 @@ class _Comparison:
         self._must = must
         #: Tag of a failed pool -> reason. The pool is not asked again: the reservation was cancelled there.
         self._failed: dict[str, str] = {}
-        self._prompts = {job.pool: job.prompt}  # the prompt as the workers of each asked pool have it
+        self._prompts = {job.pool: job.prompt}  # asked pool -> the prompt with the token ids of its tokenizer
         self._counted_over: set[str] = set()  # tags of HOMES that the metric ``passed_over`` has counted
 
     async def choose(self, *, may_wait: bool) -> Decision | Queued:
@@ -232,7 +232,7 @@ class _Comparison:
         self._note(pool, reason)
 
     async def _ask(self, pools: Sequence[Pool], *, may_wait: bool) -> list[Booking]:
-        """Ask these pools at once. The request displaces none in a full queue, as another pool may have room."""
+        """Ask these pools at once. In a full queue no other request is displaced: another pool may have room."""
         asked = [self._attempt.book(pool, await self._prompt_in(pool)) for pool in pools]
         if len(asked) == 1:
             await self._choice.decider.ask(self._job, asked[0], may_wait=may_wait)
@@ -263,7 +263,7 @@ class _Comparison:
                 booking.error = LatePool()
                 booking.pool.degraded.failed(str(booking.error))
             else:
-                task.result()  # raises if there is a bug, as expected errors are in the booking
+                task.result()  # raises only after a bug: expected errors are in the booking
 
     async def _prompt_in(self, pool: Pool) -> IdentifiedPrompt:
         """Return the prompt as identified for this pool's workers; it is identified once per attempt."""

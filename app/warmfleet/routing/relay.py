@@ -250,7 +250,7 @@ class Relay:
         self._requests(job.call.path.name, status, word, pool.tag).inc()
         if whole is not None:
             return
-        # With several prompts in a request, only the engine knows when the prefill of each is done.
+        # With several prompts in a request, only the engine knows when each prefill is done; its plugin reports it.
         if prompts == 1 or decision.approximate or decision.worker_id in pool.view.unreported:
             booking.prefill_done()
 

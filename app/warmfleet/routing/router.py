@@ -135,7 +135,7 @@ class Router:
         prompt = await self._identifier.identify(pool, request, body, call.headers)  # 2 identify
         named, tokens = request.model or pool.name, prompt.prompt_tokens
         call.record.identified(named, prompt.kind, prompt.reason, tokens, streams=request.stream)
-        pools, limits = served.pools, call.limits  # one pool checks the limits, else ``client_limits`` does
+        pools, limits = served.pools, call.limits  # an only pool checks the limits, else ``client_limits``
         if served.several:
             pools, limits = served.order_for(prompt, request.model), None
         return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, self._log.wants())

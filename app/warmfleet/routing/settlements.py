@@ -21,7 +21,7 @@ logger = logging.getLogger("warmfleet.routing.settlements")
 
 
 class Settlements:
-    """The outcomes that are on their way to Redis.
+    """Sends Redis the outcomes of attempts, in the background.
 
     ``tickets``: the replica's tickets, which are polled soon when an outcome frees room. ``settled``: the
     counters of attempts that have ended, by outcome.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
 
 FLOW_BYTES = 8
-SALT_BYTES = 16  # length of a salt and of an id: with 128 bits none is guessed, and no two tenants get the same
+SALT_BYTES = 16  # length of salts and media ids: with 128 bits none is guessed, and no two tenants get the same
 
 
 class Tenancy:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 POLL_S = 0.02  # longest pause between two polls, hence longest delay of a turn that Redis did not predict
 MIN_PAUSE_S = 0.005  # least pause between two polls: requests that end at the same time cause one poll
-REVIEW_S = 0.25  # time between two decisions for a ticket; above POLL_S, as one costs Redis as much as several polls
-REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S of a model with several pools: another pool may have room by now
+REVIEW_S = 0.25  # time between two decisions for a ticket; above POLL_S: one costs Redis as much as several polls
+REVIEW_ELSEWHERE_S = 0.05  # REVIEW_S for models with several pools; shorter, because another pool may have room by now
 NAMED_AT_LEAST, NAMED_SHARE = 32, 8  # a poll renews an eighth of the tickets, at least 32; each costs Redis 3 µs
 PAUSES = 4  # least pause, as a multiple of the last poll's duration, so that a long queue does not keep Redis busy
 
 
 class Tickets:
-    """The tickets of this replica, of all models."""
+    """The tickets (places in the queues of all models) of this replica's requests."""
 
     def __init__(self) -> None:
         self._polls: dict[str, TicketPolls] = {}
@@ -83,7 +83,7 @@ class Tickets:
 class TicketPolls:
     """The tickets of one model in this replica. ``task`` polls Redis while there are any.
 
-    A poll returns all tickets that have their turn. It renews an eighth of this replica's tickets: its arguments.
+    A poll returns all tickets that have their turn. It renews the tickets that it names to Redis (``_named``).
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -158,7 +158,7 @@ class TicketPolls:
                 self._take_answer(await self.pool.fleet.queue.poll(waiting[start : start + POLL_AT_ONCE]))
         except WarmfleetError as error:
             self.pool.degraded.failed(f"queue: {error}")
-            now = time.perf_counter()  # a ticket expires after a second anyway
+            now = time.perf_counter()  # no older leave is sent again: a ticket expires after a second by itself
             self._leaving = {ticket: at for ticket, at in left_at.items() if now - at < SILENT_S} | self._leaving
             if self.pool.degraded.silent:
                 self._end_all_waits()

@@ -150,7 +150,7 @@ def _exchange(transport: httpx.HTTPTransport, request: httpx.Request) -> tuple[s
             text = answer.read()[:MAX_REFUSAL_BYTES].decode("utf-8", "replace")
         finally:
             answer.close()
-    except httpx.LocalProtocolError as error:  # whose text may hold the value of a header, which is secret
+    except httpx.LocalProtocolError as error:  # its text may show a header's secret value
         return type(error).__name__, False
     except (httpx.HTTPError, OSError) as error:
         return f"{type(error).__name__}: {error}", True

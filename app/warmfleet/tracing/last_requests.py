@@ -32,7 +32,7 @@ Slow = tuple[float, int, "RequestRecord"]  # seconds that the client waited, a u
 
 
 class LastRequests:
-    """The records that are kept. Every request calls ``begun`` and ``ended``; people call all other methods."""
+    """Keeps the records of some requests. Each request calls ``begun`` and ``ended``; people ask by other methods."""
 
     def __init__(self) -> None:
         self._last: deque[RequestRecord] = deque(maxlen=KEPT)
@@ -94,7 +94,7 @@ class LastRequests:
         """Return the requests with this id, the newest first.
 
         identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
-        placement; else a client's X-Request-Id. request_id: that X-Request-Id as routers read it.
+        placement; else a client's X-Request-Id. request_id: that id without unsafe characters.
         """
         reservations = {match[0] for match in _RESERVATION.finditer(identifier)}
         if reservations:

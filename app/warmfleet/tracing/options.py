@@ -41,7 +41,7 @@ class TracingOptions:
 
     ``certificate``: a PEM file of the authority that signed the collector's certificate; empty = the system's.
     ``client_certificate``, ``client_key``: PEM files that the collector may ask for. ``resource``: attributes that all
-    spans of this replica have in common. ``headers`` are secret, so no representation shows them.
+    spans of this replica have in common. ``headers`` are secret, so ``repr`` does not show them.
     """
 
     endpoint: str
@@ -168,7 +168,7 @@ def _pairs(name: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _headers(name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the ``_pairs``. Raises BadArgument for a pair that HTTP forbids, as httpx' error would show the value."""
+    """Return the ``_pairs``; raises BadArgument for one that HTTP forbids, before httpx raises one with its value."""
     found = _pairs(name, environment)
     for key, value in found.items():
         if not _HEADER_NAME.fullmatch(key):

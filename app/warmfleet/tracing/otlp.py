@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SERVER, CLIENT = 2, 3  # kinds of spans
 STATUS_ERROR = b"\x18\x02"  # the field with the status code of an error
-LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span whose parent is in this process, in another
+LOCAL_PARENT, REMOTE_PARENT = 0x101, 0x301  # flags of a sampled span with a parent in this process; in another
 SCOPE = "warmfleet"
 KEYS = 256  # most names of attributes whose bytes are cached; a few dozen names are in use
 

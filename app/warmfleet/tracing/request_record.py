@@ -128,9 +128,9 @@ class TryRecord:
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail
         begins = tail.rfind(USAGE, -TAIL_BYTES)
-        if begins >= 0 and tail.find(b"{", begins, begins + LONGEST_OPENING) > 0:  # else null, as in most events
+        if begins >= 0 and tail.find(b"{", begins, begins + LONGEST_OPENING) > 0:  # usage is an object, not null
             ends = tail.find(b"}", begins) + 1
-            if tail[ends : ends + 1] == b"," and tail.count(b"{", begins, ends) > 1:  # the end of an object within it
+            if tail[ends : ends + 1] == b"," and tail.count(b"{", begins, ends) > 1:  # only an inner object ended
                 ends = tail.find(b"}", ends) + 1
             self.usage = tail[begins:ends]
 

@@ -30,13 +30,13 @@ class Sampler:
 
     def __init__(self, share: float, *, by_parent: bool) -> None:
         """share: 0 to 1. by_parent: if a caller began the trace, the caller's decision counts."""
-        self._below = round(share * 2**64)  # bound of a kept trace id's lower half
+        self._below = round(share * 2**64)  # a trace is kept if the lower half of its id is below this
         self._by_parent = by_parent
 
     def context(self, header: bytes, state: bytes = b"") -> TraceContext:
         """Return the trace of a request. header: its traceparent, empty if it has none. state: its tracestate.
 
-        Both count as absent if the header is not valid, as the standard has it: a new trace begins.
+        If the header is not valid, both are ignored and a new trace begins, as the standard asks.
         """
         found = _TRACEPARENT.fullmatch(header) if header else None
         if found is None or (found[1] == b"00" and len(header) != VERSION_0_LENGTH):

@@ -43,9 +43,9 @@ WAIT_S = 2.0  # longest wait of a request for the template's process; after that
 MAX_WAITING = 64  # most requests that wait for one template
 MAX_REQUEST_BYTES = 4 * 2**20
 PIECE_BYTES = 2**20  # most bytes per write to the socket, because copying more at once would delay the event loop
-#: Longest output: bytes, and bytes per byte of the request. More would keep the tokenizer busy while others wait.
+#: Longest output: OUTPUT_BYTES, plus OUTPUT_FACTOR times the request. More would keep the tokenizer from others.
 OUTPUT_BYTES, OUTPUT_FACTOR = 65_536, 4
-STRIKES, WITHIN_S = 3, 60.0  # number of limits met within a time, after which a template is held back (not run)
+STRIKES, WITHIN_S = 3, 60.0  # a template that meets so many limits within so many seconds is held back (not run)
 FIRST_HOLD_S, LONGEST_HOLD_S = 60.0, 600.0  # length of the first hold, doubled with each further one up to the longest
 
 
@@ -193,7 +193,7 @@ class Sandboxed:
             await self._end_child()
 
     async def _in_turn(self, request: bytes) -> str:
-        """Ask the process in turn, even if the client hangs up, which would leave an unread answer in the socket."""
+        """Ask the process in turn. Goes on if the client hangs up, so that no unread answer stays in the socket."""
         if self._waiting >= MAX_WAITING:
             raise NotReproducible("busy")
         task = asyncio.ensure_future(self._serve(request))
@@ -249,7 +249,7 @@ class Sandboxed:
         raise NotReproducible("template")
 
     async def _strike(self, kind: str) -> None:
-        """End the process that met a limit; hold the template back if that happens often."""
+        """End the process that met a limit; after STRIKES limits within WITHIN_S, hold the template back."""
         self._metrics.template_limits.labels(kind).inc()
         await self._end_child()
         now = time.monotonic()

@@ -84,7 +84,7 @@ class Templates:
         self._of_model: dict[str, frozenset[str]] = {}
         self._approved = self._configured
         self._known: OrderedDict[tuple[str, str], Template] = OrderedDict()
-        self._held: WeakSet[Template] = WeakSet()  # also forgotten templates that an identity still uses
+        self._held: WeakSet[Template] = WeakSet()  # also those no longer in ``_known`` that an identity still uses
         self._processes: OrderedDict[Sandboxed, None] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
 

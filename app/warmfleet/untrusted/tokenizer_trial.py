@@ -40,7 +40,7 @@ MAX_TOKENIZERS = 4  # most tokenizers kept in memory, of 30 to 340 MB each
 MAX_VERDICTS = 64  # most results of trials that are remembered
 AT_ONCE = 2  # most trials that run at the same time
 AGAIN_S = 600.0  # time after a failed trial until the tokenizer is tried again
-#: Longest wall time of a trial, in seconds, and seconds per MB of the file. It exceeds the limit of CPU time in
+#: Longest wall time of a trial, in seconds, plus seconds per MB of the file. It exceeds the limit of CPU time in
 #: ``trial_child``, and ends a stopped process, which uses no CPU time.
 WALL_S, WALL_PER_MB = 30.0, 3.0
 
@@ -56,7 +56,7 @@ class Refused(ValueError):  # noqa: N818  not an error of the router: a worker b
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of a trial, with which a replica loads the tokenizer without probing it."""
+    """The results of a trial. With them a replica loads the tokenizer without testing it on texts again."""
 
     fast: bool
     affixes: Affixes | None
@@ -157,7 +157,7 @@ def _folders() -> list[str]:
 
 
 def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    """Put ``value`` into the cache as its last used entry, and drop the first ones beyond ``limit``."""
+    """Put ``value`` into the cache as its last used entry, and drop those used longest ago beyond ``limit``."""
     cache[key] = value
     cache.move_to_end(key)
     while len(cache) > limit:

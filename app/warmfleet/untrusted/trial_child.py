@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.tokenizer import Encode, Encoder
 
-#: Limits of the process: a constant and an amount per byte or MB of the file. Real tokenizers need about 100 MiB plus
+#: Limits of the process: a constant plus an amount per byte or MB of the file. Real tokenizers need about 100 MiB plus
 #: 12 bytes per byte, and 0.2 s of CPU time plus 0.2 s per MB.
 MEMORY_BYTES, MEMORY_PER_BYTE = 512 * 2**20, 24
 CPU_S, CPU_PER_MB = 5.0, 1.0
 SHORT, LONG = 2_500, 20_000  # characters of the two texts that are timed; both repeat one of the UNITS
-MAX_SECONDS = 0.25  # most CPU time for the long text, for which the slower library usually takes 0.03 s
-UNNOTICED_SECONDS = 0.03  # CPU time up to which a long text passes, whatever the short text takes
+MAX_SECONDS = 0.25  # most CPU time for the LONG text; the slower tokenizer library usually takes 0.03 s
+UNNOTICED_SECONDS = 0.03  # CPU time up to which the LONG text passes, whatever the SHORT text takes
 TRIES = 5  # most measurements: a busy machine makes single ones slow, but not five in a row
-MAX_GROWTH = 32  # highest ratio of the long text's CPU time to the short text's; 8 is linear, 64 quadratic
+MAX_GROWTH = 32  # highest ratio of CPU time, LONG to SHORT text; 8 if time is linear in length, 64 if quadratic
 MAX_IDS = 8  # most token ids per character of the long text; a character has at most 4 bytes
 MAX_AFFIXES = 64  # most token ids that the tokenizer may add to every text
 MAX_REPLACEMENT = 16  # most characters that all replacements of the file together may make of one character
@@ -83,7 +83,7 @@ def _tried(tokenizer_json: bytes, template: str) -> str:
 
 
 def _check_replacements(tokenizer: Tokenizer) -> None:
-    """Raise ValueError if replacements may make a text much longer; timed texts lack the rare characters for it."""
+    """Raise ValueError if the file's replacements may make a text much longer, which ``_check_texts`` may miss."""
     growth = 1
     for part in (*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)):
         kind = part.get("type")
@@ -102,9 +102,9 @@ def _check_replacements(tokenizer: Tokenizer) -> None:
 
 
 def _charsmap_growth(charsmap: bytes) -> int:
-    """Return the most bytes that SentencePiece's table makes of a character; 1 if MAX_CHARSMAP allows them.
+    """Return the length of the longest replacement in SentencePiece's table; 1 if it is within MAX_CHARSMAP bytes.
 
-    The table is a length, a tree, and the replacement texts, each with a zero byte at its end.
+    The table consists of a length, a tree, and the replacement texts, each with a zero byte at its end.
     """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     longest = max(map(len, texts.split(b"\0")))
@@ -132,7 +132,7 @@ def _check_texts(encoder: Encoder, tokenizer: Tokenizer) -> None:
 
 
 def _check_run(encode: Encode, unit: str, tail: str) -> None:
-    """Try texts that repeat ``unit`` and end with ``tail``, where a bad pattern searches to the end from each place."""
+    """Try texts that repeat ``unit``. The ``tail`` behind lets a bad pattern search in vain from each place."""
     short, long = ((unit * size)[:size] + tail for size in (SHORT, LONG))
     quick, (slow, ids) = _seconds(encode, short)[0], _seconds(encode, long)
     if ids > MAX_IDS * LONG:

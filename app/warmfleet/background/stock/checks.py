@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.stock.checks")
 
-#: Number of checks that run at a time, or more if a round in which no engine answers would take over ROUND_S. A round
-#: ends with its slowest check, and engines must be checked again within 15 s.
+#: Most checks that run at a time; more run if a round in which no engine answers would else exceed ROUND_S. The
+#: next round begins after the slowest check, and a worker expires 15 s after its last check.
 CHECKS_AT_ONCE = 64
 ROUND_S = 9.0
 #: Most engines with a failed last check that one round checks again, in turn, besides all other engines. They run at
-#: once, so dead engines lengthen a round by at most one time-out. Each of 200 is asked about once a minute.
+#: once, so dead engines lengthen a round by at most one time-out. Of 200 dead engines, each is asked once a minute.
 FAILED_IN_A_ROUND = 32
-TOLD_LATELY = 0.8  # for this part of the check interval after one replica read an engine's load, no other reads it
+TOLD_LATELY = 0.8  # share of the check interval for which no replica reads an engine's load after another has read it
 NAME_CHARACTERS = 64
 #: Most blocks of an engine's mirror in Redis (the blocks that its cache likely holds), and the mirror's size if the
 #: cache's is unknown. With blocks of 16 tokens, these 5 million tokens exceed what a GPU holds and take at most 60 MB.
@@ -105,9 +105,9 @@ class StockEngines:
         self._timing = timing
         self._replica = secrets.token_hex(8)
         self._checked: dict[str, CheckedEngine] = {}  # by URL
-        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis was told so first, or None
+        self._leaving: dict[str, float | None] = {}  # URL that left the list -> when Redis was first told, or None
         self._failed: dict[str, None] = {}  # URLs whose last check failed, the longest ago first
-        #: Listed URL whose engine is another worker already -> that worker, and the URL's last passed check.
+        #: Listed URL whose engine is registered as another worker -> id of that worker, last passed check of the URL.
         self._standing_back: dict[str, tuple[str, CheckedEngine]] = {}
         self._gate = asyncio.Semaphore(CHECKS_AT_ONCE)  # limits the checks of the current round
         self._headers: dict[str, str] = {}
@@ -177,7 +177,7 @@ class StockEngines:
         self._checked[url] = engine
         check = Check("PASSED", self._replica, paused=ready.paused, wait_s=ready.wait_s)
         await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
-        if last is not None and last.pool is not engine.pool:  # else the old pool chooses it until its record expires
+        if last is not None and last.pool is not engine.pool:  # so that the old pool sends it nothing more
             await last.pool.fleet.workers.register(
                 worker_id(url), last.record, last.capacity_blocks, Check("FAILED", self._replica)
             )
@@ -222,7 +222,7 @@ class StockEngines:
         self._checked.pop(url, None)
 
     async def _ready(self, url: str, engine: CheckedEngine, last: CheckedEngine | None) -> Ready:
-        """Ask whether the engine takes requests. All paths are tried again if its process is new since then."""
+        """Ask whether the engine takes requests. After a failed check or a restart, all PAUSE_PATHS are tried again."""
         anew = last is None or last.failing_since is not None or last.facts.started != engine.facts.started
         read = self._known.told_s(engine.pool.tag, worker_id(url)) >= TOLD_LATELY * self._timing.health_interval_s
         return await self._readiness.ask(url, anew=anew, read=read)
@@ -239,7 +239,7 @@ class StockEngines:
         check = Check("LEAVING" if answers else "FAILED", self._replica, 0.0 if since is None else now - since)
         found = await engine.pool.fleet.workers.register(worker_id(url), engine.record, engine.capacity_blocks, check)
         gone = found.word in ("LEAVING", "OUT")
-        if since is None or (gone and found.in_flight):  # leaves since now: others that list it have a round to say so
+        if since is None or (gone and found.in_flight):  # replicas that list it have one round to register it
             self._leaving[url] = now if since is None else since
             return
         if gone:

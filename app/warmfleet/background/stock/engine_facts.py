@@ -38,7 +38,7 @@ class EngineFacts(NamedTuple):
 
 def from_metrics(page: bytes) -> EngineFacts:
     """Read the facts on a /metrics page of vLLM, SGLang or TensorRT-LLM. Ranks behind one URL have a cache each: sizes
-    of vLLM's ranks are added; for others the largest size counts, as their pages do not tell which lines are ranks."""
+    of vLLM's ranks are added; of other engines the largest counts: their pages do not tell which lines are ranks."""
     block_tokens, cache_tokens = BLOCK_TOKENS, 0
     for config in _VLLM.findall(page):
         size, blocks = _VLLM_BLOCK_TOKENS.search(config), _VLLM_BLOCKS.search(config)

@@ -110,7 +110,7 @@ class EngineList:
 
 
 class _WatchedFile:
-    """A file of engines; ``sources`` are those of its last good reading."""
+    """A file that lists engines. ``sources``: its entries when it could last be read."""
 
     def __init__(self, path: str) -> None:
         self._path = path

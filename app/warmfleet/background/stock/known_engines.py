@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 1.0
 ASKED_AT_ONCE = 32
 ASK_AGAIN_S = 30.0  # time until an engine that did not tell its identity is asked again
-#: If two listed URLs lead to one engine, only one of them is its worker. This is the age of that URL's last check, two
-#: check intervals, from which on the other URL takes over, before the worker expires.
+#: If two listed URLs lead to one engine, only one URL is its worker. Once the last check of that URL is older than this
+#: (two check intervals), the other URL takes over, before the worker expires.
 STANDS_S = 10.5
 
 
@@ -69,10 +69,10 @@ class KnownEngines:
     def __init__(self, pools: Pools, client: EngineClient) -> None:
         self._pools = pools
         self._client = client
-        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> identity, when to ask for it again
-        self._fleet: dict[object, list[_Has]] = {}  # mark -> engines with this mark
+        self._told: dict[tuple[str, str], tuple[str, float]] = {}  # process -> its identity, when to ask again
+        self._fleet: dict[object, list[_Has]] = {}  # mark (``EngineKey.marks``) -> engines with this mark
         self._listed: dict[str, tuple[EngineKey, str]] = {}  # URL that passed its last check -> its key and worker
-        self._holders: dict[object, str] = {}  # mark -> the only listed URL by which this replica registers its engine
+        self._holders: dict[object, str] = {}  # mark -> the only URL by which this replica registers that engine
         self._told_s: dict[tuple[str, str], float] = {}  # (tag, worker_id) -> age of its last reported load
 
     async def look(self) -> None:
@@ -155,7 +155,7 @@ async def identity_at(client: EngineClient, url: str) -> str | None:
 
 
 def _counts(worker: WorkerView) -> bool:
-    """Whether this worker takes precedence over a listed URL of the same engine."""
+    """Whether this worker keeps its engine, so that a listed URL of the same engine becomes no second worker."""
     if worker.approximate:
         age_s = worker.heartbeat_age_s
         return age_s is not None and age_s <= STANDS_S and not worker.record.get("leaving")
@@ -163,7 +163,7 @@ def _counts(worker: WorkerView) -> bool:
 
 
 def _goes_before(has: _Has, own: _Has | None, name: str) -> bool:
-    """Whether the listed worker ``has`` stays, and ``own`` ends: in one pool the older stays, else the lower name."""
+    """Whether worker ``has`` stays and ``own`` ends: in one pool the older stays, in two pools the lower name."""
     if has is own or (own is None and has.worker.worker_id == name):
         return False
     if own is None:

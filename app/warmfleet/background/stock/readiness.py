@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_client import EngineClient
 
-ASK_TIMEOUT_S = 1.0  # longest wait for an answer; short, as a check takes up to 3 s, and a round begins every 5 s
+ASK_TIMEOUT_S = 1.0  # longest wait for an answer; short: a check may take 3 s in all, and a round begins every 5 s
 PAUSE_PATHS = {"/is_sleeping": "is_sleeping", "/is_paused": "is_paused"}  # path -> the field of its answer
 CONFIRM_S = 0.5  # pause before a queue is read again that was empty at the last check, or was never read
 LONGEST_WAIT_S = 30.0  # longest wait for a place in an engine's batch that is reported to Redis

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.recovery.continuation")
 
 IDENTIFIED = ("exact", "engine")  # kinds of prompts that consist of token ids alone, without images
-COMPLETIONS_MAX_TOKENS = 16  # vLLM's default for completions; a chat has none
+COMPLETIONS_MAX_TOKENS = 16  # vLLM's default of max_tokens for completions; chats have no default
 #: Fields with which a request may be continued. With others, the rest of an answer may depend on more than its ids.
 CONTINUABLE = frozenset(
     {
@@ -152,7 +152,7 @@ class Continuation:
         try:
             decision = await self._queue.admit(rest, attempt)
             view = attempt.chosen.pool.view
-            if not takes(view, decision.worker_id, job, followed):  # the worker joined meanwhile, or Redis is away
+            if not takes(view, decision.worker_id, job, followed):  # it joined meanwhile, or was chosen without Redis
                 raise NoWorker("The worker that has room does not take the ids of this stream.")
             outcome = "failed"
             outcome = await self._relay.go_on(rest, attempt, decision, ContinuedStream(followed))
@@ -177,7 +177,7 @@ def takes(view: View, worker_id: str, job: Job, followed: FollowedStream) -> boo
 def _rest(job: Job, followed: FollowedStream) -> Job | None:
     """Return the job for another worker, whose prompt is prompt and answer so far; None if their ids are not known.
 
-    The body is the client's with further keys at its end: of a key that occurs twice, the last value counts.
+    Further keys are appended to the client's body. If a key occurs twice, the last value counts, so they prevail.
     """
     wanted, request = job.continuable, job.request
     if wanted is None or not followed.known or followed.finished or not followed.prompt:

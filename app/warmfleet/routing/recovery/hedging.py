@@ -59,7 +59,7 @@ class Race:
         for other, task in self._tasks.items():
             if other is not attempt:
                 task.cancel()
-                task.add_done_callback(partial(_release, other))  # the cancelled task may take a worker before it ends
+                task.add_done_callback(partial(_release, other))  # because the task may take a worker before it ends
 
     async def end(self) -> None:
         """Cancel the attempts that still run; return when both have ended."""

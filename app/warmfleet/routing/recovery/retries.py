@@ -43,7 +43,7 @@ class RetryBudget:
         self._add(BUDGET_SHARE)
 
     def spend(self) -> None:
-        """Take one try, as a request is tried again."""
+        """Take one try from the budget, because a request is tried again."""
         self._add(-1.0)
 
     def _add(self, tries: float) -> None:
@@ -92,7 +92,7 @@ class Retries:
         gone = error.refused and not error.answered
         self._deaths += not error.refused
         by_name = isinstance(error, NameRefused)
-        # The first try after a death is free, as many requests may be under way there. A refused name cost no work.
+        # The first try after a death is free: many requests may have been under way there. A refused name cost no work.
         costs = not by_name and (error.answered or (not gone and self._deaths > 1))
         free = gone or by_name
         if (self._attempts_left == 1 and not free) or self._too_much or (costs and self._budget.empty):
@@ -112,7 +112,7 @@ class Retries:
     def _too_much(self) -> bool:
         """Whether the request itself may have made its workers fail."""
         most = MAX_DEATHS + (self._job.worker_count >= LARGE_FLEET)
-        # A request that is too long for every engine may have killed its first worker.
+        # A request that is too long for every engine may have killed its first worker, so one death is enough.
         return (
             self._deaths >= most
             or not self._gone_left
