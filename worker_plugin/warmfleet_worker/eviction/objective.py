@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE = "auto"  # the target that asks for the adaptive objective
 TAIL = 0.9  # quantile of the requests' uncached tokens that the adaptive objective follows
-TAIL_SHARE = 0.6  # ξ (see Objective) / that quantile; if larger, the P95 TTFT is shorter, the P90 longer (decision 037)
+TAIL_SHARE = 0.6  # ξ (see Objective) / that quantile; if larger, the P95 TTFT is shorter, the P90 longer
 MEMORY_REQUESTS = 256  # number of latest requests from which the quantile is taken
 EVERY_REQUESTS = 16  # number of requests after which ξ is computed anew; before the first 16 ξ is None
 
