@@ -58,9 +58,9 @@ class Prober:
         self._metrics = metrics
         self._interval_s = timing.probe_interval_s * random.uniform(1.0, SPREAD)
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: ``name`` (made in ``round``) -> when the worker's next probe may begin, and the pause after that probe.
+        #: A worker, as ``round`` names it -> when its next probe may begin, and the pause after that probe.
         self._next: dict[str, tuple[float, float]] = {}
-        self._first_seen: dict[str, float] = {}  # by ``name`` of ``round``, monotonic seconds
+        self._first_seen: dict[str, float] = {}  # by the same names, monotonic seconds
         self._begun: dict[tuple[str, str], float] = {}  # per tag and worker_id: when its last probe began
 
     async def round(self) -> None:

@@ -99,7 +99,7 @@ class Lease:
     slot: U32  # slot of the worker when it was booked
     prefill_tokens: U32  # prompt tokens that are still booked as to be computed
     decode_tokens: U32  # tokens that it adds to the cache
-    matched_tokens: U32  # predicted match in tokens; once compared with the engine's: the cached tokens, plus 2**31
+    matched_tokens: U32  # predicted match in tokens; once judged, the tokens that were cached (in Redis plus 2**31)
     prompt_tokens: U32  # prompt's length; 0: unknown, because Redis lost this lease and a replica rebuilt it
     stage: U8  # how far it has come: Stage
     worker_id: str

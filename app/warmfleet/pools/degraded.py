@@ -56,8 +56,8 @@ class LastKnown:
             return
         if before is self._with_routable or view.read_at - before.read_at > LAST_KNOWN_S:
             self._none_since = view.read_at
-        # An outage forgets no worker, but these must get no request: the operator drains them, a paused engine lets
-        # requests wait, an engine with another name refuses them, and a server that left is about to stop.
+        # While Redis is away, requests go to the last routable workers, but for those that the operator drains, paused
+        # engines, engines that serve another model name, and servers that said goodbye and are about to stop.
         left = {
             worker.worker_id
             for worker in view.workers

@@ -273,7 +273,7 @@ end
 local function take_turns(queue, left, most, last)
   local turns = {}
   local order, head, score = {}, 1, {} -- members of :flows; index of the next; score by member
-  local place, pages, missed = {}, {}, {} -- by flow: next ticket, page, number passed over
+  local place, pages, missed = {}, {}, {} -- by flow: index of its next ticket, page read last, tickets passed over
   local seen, in_vain, go_on_at = 0, 0, 0
   local function read(first, count)
     local found = queue.line(first, count)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_ENDS = 16_384  # most blocks remembered with the block that followed; the longest unseen one is forgotten
+MAX_ENDS = 16_384  # maximum of blocks kept, each with its last follower; the one not seen for longest is forgotten
 #: A conversation alone goes on in two ways after a block: with the answer as it was generated, and with the answer as
 #: the template repeats it in the next prompt. So three different ways mean several conversations.
 SHARED_CHANGES = 2
