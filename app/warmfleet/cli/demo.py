@@ -81,7 +81,7 @@ def verdict(results: dict[str, list[Answer]]) -> tuple[bool, str]:
 
 
 async def four_states(stack: Stack, progress: Progress) -> bool:
-    """Take a prefix from cold start to eviction and recovery (``Walk``), print each verdict; return True if all passed."""
+    """Take a prefix from cold start to eviction and recovery (``Walk``), print each verdict; True if all passed."""
     progress.step("walking through the four states")
     chat = Chat(stack.names[0])
     try:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.tokenizer import Encoder
 
 MAX_WAITING = 64  # most texts that wait for the executor; the prompts of further requests are not identified
-INLINE_BYTES = 65_536  # most bytes of a body rendered in the event loop; others take over 1 ms, so the executor gets them
+INLINE_BYTES = 65_536  # most bytes of a body rendered in the event loop; others take over 1 ms, so in the executor
 INLINE_CHARACTERS = 2_000  # most new characters tokenised in the event loop: 1.5 ms with the slow tokenizer
 FAST_FACTOR = 20  # number of times INLINE_CHARACTERS that the fast tokenizer reads in the same 1.5 ms
 
