@@ -20,7 +20,6 @@ median, prompt, now.
 --]]
 local unpack_from, sub, band, exp, floor = struct.unpack, string.sub, bit.band, math.exp, math.floor
 local MATCHABLE = FLAG_PROVEN + FLAG_APPROXIMATE
-local MAX_PREFILLED = 4096 -- unpack takes no more
 
 return function(all, alive, median, constants, prompt, now, block_tokens, chained, split)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
@@ -28,9 +27,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   local wait_price, decode_s_per_token = constants.wait_price, constants.decode_s_per_token
   local place_s = constants.place * prompt / median
   local count, least_wait, total_fill, rows = 0, math.huge, 0, all
-  -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
-  local some, usable, by_slot, unmatchable, crowd = #all <= MAX_PREFILLED and all or {}, {}, {}, {}, nil
-  local load_s, cost, speed, fill = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
+  local load_s, speed, fill, usable, by_slot, unmatchable, crowd = {}, {}, {}, {}, {}, {}, nil
   local base_s, busy_share = split and {}, split and {}
 
   -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
@@ -115,7 +112,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   -- Name all fields that other parts set later (nil), so that the table gets its final size at once.
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, crowd = crowd,
     busy_share = busy_share, slots = slots, unmatchable = unmatchable, by_slot = by_slot, count = count,
-    load_s = load_s, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
+    load_s = load_s, cost = {}, least_wait = least_wait, total_fill = total_fill, median = median,
     constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
     order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
     confirmed = nil, chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
