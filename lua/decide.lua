@@ -44,8 +44,9 @@ local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 19, 4, 2147483647
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
 
-if id == "" or not POLICIES[policy] or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens
-    and order and objective_s and tenant and priority and waited_ms and may_wait and barred and limits)
+if id == "" or policy ~= "cost" and not POLICIES[policy]
+    or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens and order
+    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
     or limits ~= "" and (#limits < LIMITS_BYTES or #limits > LIMITS_BYTES + 1 or #id < CLIENT_AT)
@@ -83,11 +84,15 @@ local now = time[1] * 1000 + floor(time[2] / 1000)
 local expired = call("ZRANGEBYSCORE", leases_key, "-inf", format("%d", now), "LIMIT", "0", MAX_REAPED)
 if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_key, prefix, now).reap(expired) end
 
-local ttl_ms, decode_s_per_token = replica.ttl_ms, replica.decode_s_per_token
-local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, ttl_ms, exclude)
-local block_tokens = 1
-for k = FIRST_CHAIN + 1, #ARGV, 3 do block_tokens = max(block_tokens, tonumber(ARGV[k]) or 1) end
-local s = candidates(all, alive, median, decode_s_per_token, now, block_tokens)
+local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
+local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
+local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
+local block_tokens, chained = 1, false
+for k = FIRST_CHAIN + 1, #ARGV, 3 do
+  block_tokens, chained = max(block_tokens, tonumber(ARGV[k]) or 1), chained or ARGV[k + 1] ~= ""
+end
+local split = objective_s > 0 or mode >= MODE_DRY or others_wait
+local s = candidates(all, alive, median, replica, prompt_tokens, now, block_tokens, chained, split)
 if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
 
 local client, per_minute
@@ -98,23 +103,20 @@ if limits ~= "" and mode ~= MODE_DRY then
   per_minute = rate
 end
 
-s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
-s.order, s.objective_s, s.terms = order, objective_s, mode >= MODE_DRY and {} or nil
+s.policy, s.seed, s.prefix_tokens, s.order, s.objective_s = policy, seed, prefix_tokens, order, objective_s
+s.terms = mode >= MODE_DRY and {} or nil
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
 local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
 local served -- a function to call with the request's work once it is booked
-local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
-local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
 -- A worker without prefill ahead has room in any case. With a policy that looks at no costs, a request does not wait
 -- for room at its choice, only for room at any worker.
 local is_idle = s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0
 if others_wait or max_engine_wait_s > 0 and not is_idle then
-  local turns = include "shared/turns"
   local function has_room()
-    local room_of = turns.capacity(s, max_engine_wait_s, replica.block_sizes)
+    local room_of = (include "shared/room")(s, max_engine_wait_s, replica.block_sizes)
     if policy == "cost" then return room_of(w) > 0 end
     for i = 1, s.count do
       if room_of(i) > 0 then return true end
@@ -122,9 +124,9 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
     return false
   end
   local function everybody()
-    if exclude == "" then return s end
-    local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, ttl_ms, ""))
-    return candidates(all, everyone, median, decode_s_per_token, now, block_tokens)
+    if exclude == "" and split then return s end
+    local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, ""))
+    return candidates(all, everyone, median, replica, prompt_tokens, now, block_tokens, false, true)
   end
   s.waits = others_wait or not has_room()
   if s.waits then
@@ -134,7 +136,7 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
       now_us = time[1] * 1000000 + time[2], waited_ms = waited_ms, constants = replica,
       queue_max = may_wait ~= "0" and replica.queue_max or 0, displaces = may_wait == "1",
       prefix = prefix, per_minute = per_minute, dry = mode == MODE_DRY,
-    }, turns, with_room, everybody, queue2_key, leases_key)
+    }, with_room, everybody, queue2_key, leases_key)
     if waits and mode ~= MODE_DRY then return waits end
     s.waits, s.turn_s = waits ~= nil, waits and waits[4]
     if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end

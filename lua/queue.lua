@@ -32,7 +32,7 @@ end
 local replica, refusal = (include "shared/constants")(constants)
 if not replica then return refusal end
 local alive_workers, candidates = include "shared/alive_workers", include "shared/candidates"
-local tickets, turns = include "shared/tickets", include "shared/turns"
+local tickets, turns, room = include "shared/tickets", include "shared/turns", include "shared/room"
 
 local time = call("TIME")
 local now, now_us = time[1] * 1000 + math.floor(time[2] / 1000), time[1] * 1000000 + time[2]
@@ -54,17 +54,17 @@ end
 
 local waiting = queue.waiting()
 local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "")
-local s = candidates(all, alive, median, replica.decode_s_per_token, now, 1)
+local s = candidates(all, alive, median, replica, 1, now, 1, false, true)
 local is_turn, ids = {}, {} -- of tickets whose turn it is: id -> worker, and the list of ids
 local first, due_s = {}, math.huge
 if waiting > 0 and s.count > 0 then
-  local room_of, overdue_s = turns.capacity(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)
+  local room_of, overdue_s = room(s, queue.limit_s(replica.max_engine_wait_s), replica.block_sizes)
   local left = turns.room_left(s, room_of, overdue_s)
   if #ARGV < FIRST_ID then first = first_of(left) end
   is_turn = turns.take(queue, left, MAX_TURNS)
   for i = 1, s.count do
-    local room, room_in_s = room_of(i)
-    if room <= 0 and room_in_s < due_s then due_s = room_in_s end
+    local room_s, room_in_s = room_of(i)
+    if room_s <= 0 and room_in_s < due_s then due_s = room_in_s end
   end
 end
 

@@ -25,12 +25,12 @@ for k = FIRST_CANDIDATE, #ARGV, 3 do
   local i, speculative = #rows + 1, tonumber(ARGV[k + 2])
   rows[i], matched[i], speculated[i] = ARGV[k], tonumber(ARGV[k + 1]), speculative > 0 and speculative or nil
 end
-local s = candidates(rows, nil, median_tps, replica.decode_s_per_token, now_ms, block_tokens)
+local s = candidates(rows, nil, median_tps, replica, prompt_tokens, now_ms, block_tokens, false, true)
 if s.count == 0 or s.count < #rows then
   return redis.error_reply("BAD_ARGUMENT replay: rows of candidates that decide would not have had")
 end
-s.constants, s.policy, s.prompt, s.seed, s.prefix_tokens = replica, policy, prompt_tokens, seed, prefix_tokens
-s.order, s.objective_s, s.block, s.turn = order, objective_s, block_tokens, turn
+s.policy, s.seed, s.prefix_tokens, s.order, s.objective_s = policy, seed, prefix_tokens, order, objective_s
+s.block, s.turn = block_tokens, turn
 s.matched, s.speculated = matched, speculated
 local w, why = choose(s)
 if room ~= "" then

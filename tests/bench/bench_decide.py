@@ -3,10 +3,11 @@
     make -s bench NAME=decide                       # 64 workers, 1 M (block, worker) pairs
     make -s bench NAME=decide ARGS="--queue"        # calls of the fleet's queue, with 100 to 10,000 tickets
     make -s bench NAME=decide ARGS="--masters"      # six pools on one, two and three masters of a Cluster
+    make -s bench NAME=decide ARGS="--beside ../old"  # beside the script of another checkout, in one run
 
 All figures are CPU time in µs. "hot": calls back to back, from the server's own counters. "cold": one call at a time
 with pauses and polluted caches, from the scheduler's clock. The keys of the queue are explained in ``decide_queue``,
-those of masters in ``decide_masters``.
+those of masters in ``decide_masters``, those of ``--beside`` in ``decide_beside``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 from typing import Any
 
-from tests.bench import decide_masters, decide_queue
+from tests.bench import decide_beside, decide_masters, decide_queue
 from tests.bench.filled_store import Data, FilledStore
 from tests.bench.output import say
 from tests.support.redis.servers import server, valkey_binary
@@ -58,11 +60,12 @@ def main() -> None:
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--queue", action="store_true", help="measure the calls of the queue instead")
     part.add_argument("--masters", action="store_true", help="measure decisions on the masters of a Cluster instead")
+    part.add_argument("--beside", type=Path, metavar="CHECKOUT", help="compare decide with that of this checkout")
     parser.add_argument("--workers", type=int, default=64, help="(default %(default)s; --queue: 8 and 64)")
     parser.add_argument("--pairs", type=int, default=1_000_000, help="of the index (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the cheapest counts (default %(default)s)")
     parser.add_argument("--server", default=os.environ.get("WARMFLEET_BENCH_SERVER"), help="path of redis or valkey")
-    parser.add_argument("--quick", action="store_true", help="little data: shows that --queue or --masters works")
+    parser.add_argument("--quick", action="store_true", help="little data: shows that a part works")
     options = parser.parse_args()
     if options.masters:
         found = decide_masters.run(quick=options.quick, rounds=options.rounds)
@@ -70,7 +73,9 @@ def main() -> None:
         binary = options.server or shutil.which("redis-server") or valkey_binary()
         say(f"server: {binary}")
         with server(binary) as url:
-            if options.queue:
+            if options.beside:
+                found = decide_beside.run(url, options.beside, quick=options.quick)
+            elif options.queue:
                 found = decide_queue.run(url, 1 if options.quick else options.rounds, quick=options.quick)
             else:
                 found = decisions(url, options)

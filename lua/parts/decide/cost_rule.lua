@@ -26,9 +26,10 @@ With objective_s, the choice is among the least loaded of the candidates whose c
 is no reason to join a longer line if the objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
-The state: from shared/candidates (rows, wait, base_s, speed, busy_share, fill, crowd, cost, count, least_wait,
-total_fill), from decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed,
-prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin has made).
+The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
+total_fill; base_s and busy_share, for terms and objective_s only), from decide/prefix_match (matched, speculated,
+block), and the request: policy, prompt, seed, prefix_tokens, order, objective_s, constants (shared/constants), turn
+(decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
@@ -90,12 +91,12 @@ end
 -- of the steps (DECIDED_BY) that was needed to find it. Fields of a row are read only for the steps that need them.
 -- own: useful tokens of each match; nil if no match is long enough to decide.
 local function win_tie(s, bar, among, home, own)
-  local cost, rows, fill, schemes, share = s.cost, s.rows, s.fill, s.schemes, EQUAL_SHARE * s.prompt
+  local cost, rows, fill, unmatchable, share = s.cost, s.rows, s.fill, s.unmatchable, EQUAL_SHARE * s.prompt
   local winner, held, evicted, flight, drawn -- the candidate that leads so far, and its values
   local level = 0
   for i = 1, s.count do
     if cost[i] <= bar and (not among or among[i]) then
-      local e = schemes[i] < 0 and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
+      local e = unmatchable[i] and huge or unpack_from(ROW_EVICTED, rows[i], EVICTED_AT)
       local h = own and floor((own[i] or 0) / share) or 0
       local f, d
       local step, lower = 0, true -- the step by which candidate and winner differ; whether the candidate leads
@@ -130,11 +131,10 @@ end
 -- own: useful tokens of each match. home: the session's home (first candidate of `order`) or nil.
 local function lowest_cost(s, own, home)
   local constants, prompt, count = s.constants, s.prompt, s.count
-  local speed, fill, base_s, crowd, busy_share = s.speed, s.fill, s.base_s, s.crowd, s.busy_share
-  local cost, terms, label_prices = s.cost, s.terms, constants.label_prices
-  local wait_price, kappa, pressure = constants.wait_price, constants.kappa, constants.pressure_price
+  local speed, fill, crowd, load_s, cost, terms = s.speed, s.fill, s.crowd, s.load_s, s.cost, s.terms
+  local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
+  local label_prices = constants.label_prices
   local lambda = s.least_wait > 0 and constants.lambda or 1
-  local stay, place = constants.stay - 1, constants.place * prompt / s.median
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is computing now
@@ -149,27 +149,25 @@ local function lowest_cost(s, own, home)
   end
   local leaves = stay * (most - second)
   local lowest, tie, cheapest = huge, 0, nil -- lowest cost, what counts as equal to it (s), its candidate
-  local fewest = prompt -- fewest tokens that any candidate must compute
+  local making_again = making > 0 and kappa * making or 0
+  local full_work = lambda * prompt + making_again + leaves -- of a candidate that holds nothing, tokens by weights
   for i = 1, count do
-    local held, overfill, tps = own[i] or 0, fill[i] - mean_fill, speed[i]
-    local uncached, again = prompt - held, making - held
-    local lost = held > second and 0 or leaves
-    local evicts = 0
-    if uncached < fewest then fewest = uncached end
-    again = again > 0 and kappa * again or 0
+    local held, overfill, tps = own[i], fill[i] - mean_fill, speed[i]
+    local work, uncached, again, lost, evicts = full_work, prompt, making_again, leaves, 0
+    if held then
+      uncached, again, lost = prompt - held, making - held, held > second and 0 or leaves
+      again = again > 0 and kappa * again or 0
+      work = lambda * uncached + again + lost
+    end
     if overfill > 0 then evicts = pressure * overfill * uncached end
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
-    local wait_s, busy_s = wait_price * base_s[i], place * busy_share[i]
-    local seconds = wait_s + (lambda * uncached + again + lost + evicts) / tps + busy_s
-    local label_s = 0
-    if label_prices then
-      label_s = label_prices[s.slots[i]] or 0
-      seconds = seconds + label_s
+    local seconds = load_s[i] + (work + evicts) / tps
+    if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
+    if terms then
+      terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, again / tps, lost / tps, evicts / tps,
+        constants.place * prompt / s.median * s.busy_share[i], label_prices and label_prices[s.slots[i]] or 0 }
     end
     cost[i] = seconds
-    if terms then
-      terms[i] = { wait_s, lambda * uncached / tps, again / tps, lost / tps, evicts / tps, busy_s, label_s }
-    end
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
@@ -181,7 +179,7 @@ local function lowest_cost(s, own, home)
     end
   end
   s.tie_s = tie
-  local winner, why = win_tie(s, lowest + tie, among, home, prompt - fewest >= EQUAL_SHARE * prompt and own or nil)
+  local winner, why = win_tie(s, lowest + tie, among, home, most >= EQUAL_SHARE * prompt and own or nil)
   return winner, objective_decides and "objective" or why
 end
 

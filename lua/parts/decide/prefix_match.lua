@@ -16,7 +16,7 @@ leases' records. Returns an error reply, or nil. Adds to the state, by candidate
 and for all: chain_of (scheme -> position in ARGV), block (tokens of the largest blocks), flagged.
 --]]
 local call, sub, floor = redis.call, string.sub, math.floor
-local max, min, format = math.max, math.min, string.format
+local max, min, format, tonumber = math.max, math.min, string.format, tonumber
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
 local checkpoints = include "decide/checkpoints"
 
@@ -25,15 +25,6 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
-
-  -- Slot -> candidate, of those whose blocks may be matched with a chain of this scheme.
-  local function slots_of(scheme)
-    local by_slot, slots, schemes = {}, s.slots, s.schemes
-    for i = 1, s.count do
-      if schemes[i] == scheme then by_slot[slots[i]] = i end
-    end
-    return by_slot
-  end
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
   -- fewer workers hold it, so no worker's run ends between two blocks whose sets (b:) have one size. Each interval with
@@ -135,7 +126,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
     if n > 0 then
       chain_of[scheme] = c
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
-      local by_slot = (holders > 0 or makers[1]) and slots_of(scheme)
+      local by_slot = s.by_slot[scheme] or {}
       if holders > 0 then
         depth = deepest(ends_of(hashes, n, holders), holders, by_slot, function(block)
           if block == 1 then return call("SMEMBERS", b .. first) end

@@ -13,8 +13,8 @@ local checkpoints = include "decide/checkpoints"
 
 return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
   local row, own, x = s.rows[w], s.matched[w] or 0, prefix .. "x:"
-  local worker, slot, flags, scheme = sub(row, WORKER_ID_AT), unpack_from(ROW_SLOT_TO_SCHEME, row, SLOT_AT)
-  local c = s.usable[flags] == "match" and s.chain_of[scheme]
+  local worker, slot, _, scheme = sub(row, WORKER_ID_AT), unpack_from(ROW_SLOT_TO_SCHEME, row, SLOT_AT)
+  local c = not s.unmatchable[w] and s.chain_of[scheme]
   call("ZREM", leases_key, id)
   local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
   local blocks, before = checkpoints(#hashes / 8, s.confirmed[w] or 0, s.node[w])

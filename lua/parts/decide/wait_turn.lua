@@ -5,9 +5,9 @@ answer that says why it has none.
 decide calls it while tickets wait or the chosen engine has no room. Guarantee: while tickets wait, no request takes
 room that an earlier ticket could use, of the 256 tickets that are looked at (shared/turns says which). While none
 waits, a request waits only for an engine that is cheaper for it than all engines with room.
-Takes the candidates of this request after the choice (decide/cost_rule), and the choice; the request; the functions of
-shared/turns; with_room (decide/cost_rule); a function that returns the candidates of any request; and the keys of queue
-and leases. The request: id, priority, tenant, tokens (of the prompt), barred (ids of workers that cannot serve it,
+Takes the candidates of this request after the choice (decide/cost_rule), and the choice; the request; with_room
+(decide/cost_rule); a function that returns the candidates of any request; and the keys of queue and leases. The
+request: id, priority, tenant, tokens (of the prompt), barred (ids of workers that cannot serve it,
 joined by commas), rows (of all workers), now_us, waited_ms, constants (of the replica), queue_max (most tickets of the
 queue when this one enters; 0: the request gets no ticket, loses one that it has, and displaces none), displaces (in a
 full queue it may take the place of another), prefix of the keys, per_minute (tokens, if its client has such a limit),
@@ -24,7 +24,7 @@ the prompt, plus seconds that it is overdue, plus half of the wait for it and of
 app/warmfleet/routing/pool_choice.py).
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
-local tickets = include "shared/tickets"
+local tickets, turns, room_of_engines = include "shared/tickets", include "shared/turns", include "shared/room"
 local NAMED, MAX_US = 8, 4294967295 -- most workers whose prices a ticket has; longest time in one of its fields
 local WAIT_PRICE = 0.5 -- price of a second of waiting when pools are compared, in seconds of computing
 local LAG_S = 1 -- longest lag of a served flow behind its class (shared/tickets), in seconds of an engine's work
@@ -72,7 +72,7 @@ local function is_being_made(s)
   return 2 * most >= s.prompt
 end
 
-return function(s, w, request, turns, with_room, everybody, queue2_key, leases_key)
+return function(s, w, request, with_room, everybody, queue2_key, leases_key)
   local id, constants = request.id, request.constants
   local queue = request.dry
     and (include "decide/dry_tickets")(tickets, queue2_key, request.now_us, constants.ticket_ms)
@@ -87,7 +87,7 @@ return function(s, w, request, turns, with_room, everybody, queue2_key, leases_k
   local function room()
     local all = everybody()
     local limit_s = queue.limit_s(constants.max_engine_wait_s)
-    local left, own = turns.room_left(all, turns.capacity(all, limit_s, constants.block_sizes)), {}
+    local left, own = turns.room_left(all, room_of_engines(all, limit_s, constants.block_sizes)), {}
     for i = 1, all.count do slots[all.slots[i]] = i end
     return left, function()
       for i = 1, s.count do own[i] = left.room[slots[s.slots[i]]] or 0 end

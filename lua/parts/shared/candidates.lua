@@ -6,78 +6,115 @@ hostile, its engine is not paused and serves the pool's name. An ejected worker 
 (eject) only while it has no request. A worker without heartbeats is alive while replicas vouch for it (vouch). A
 candidate's blocks may be matched if it is proven or approximate; else only its load counts.
 Takes every load row, the ids from shared/alive_workers, the fleet's median speed (tokens/s; a claimed speed counts as
-1/8 of it at least and 4 times it at most), decode_s_per_token, the time in ms, and the tokens of a block (1: unknown).
+1/8 of it at least and 4 times it at most), the replica's constants, the tokens of the prompt, the time in ms, the
+tokens of a block (1: unknown), whether by_slot is wanted (`chained`), and whether base_s and busy_share are (`split`).
 Returns the state of a decision. By candidate (entries beyond `count` are meaningless):
-  rows; slots; schemes (-1: the blocks may not be matched); cost (set by decide/cost_rule)
-  wait (prefill tokens ahead); base_s (seconds of work ahead); speed (tokens/s)
-  busy_share (share of its recent time spent in prefill)
+  rows; slots; unmatchable (true if its blocks may not be matched); cost (set by decide/cost_rule)
+  wait (prefill tokens ahead); speed (tokens/s)
+  base_s (seconds of work ahead); busy_share (share of its recent time spent in prefill)
+  load_s (the part of the cost that no match changes: wait_price * base_s + place * busy_share * prompt / median speed)
   fill (share of its cache in use; 1 if the blocks may not be matched, as computed blocks then help no later prompt)
   crowd (caches that the booked contexts need beyond its own; nil: they fit; no table if they fit everywhere)
-For all: count, least_wait, total_fill, median, now; usable: flags -> "match", "load" or "no".
+For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), count, least_wait, total_fill, constants,
+median, prompt, now.
 --]]
-local unpack_from, sub, band, exp = struct.unpack, string.sub, bit.band, math.exp
+local unpack_from, sub, band, exp, floor = struct.unpack, string.sub, bit.band, math.exp, math.floor
 local MATCHABLE = FLAG_PROVEN + FLAG_APPROXIMATE
-local MAX_PREFILLED = 4096 -- unpack takes no more
 
-return function(all, alive, median, decode_s_per_token, now, block_tokens)
+return function(all, alive, median, constants, prompt, now, block_tokens, chained, split)
   local block = block_tokens > 1 and block_tokens or VLLM_BLOCK_TOKENS
   local slowest, fastest = median / 8, median * 4
-  local count, least_wait, total_fill = 0, math.huge, 0
-  -- Lua rehashes a growing table at each power of two: copying `all` gives the tables their final size at once.
-  local some, usable, crowd = #all <= MAX_PREFILLED and all or {}, {}, nil
-  local rows, wait, base_s, slots = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
-  local speed, fill, cost, schemes = { unpack(some) }, { unpack(some) }, { unpack(some) }, { unpack(some) }
-  local busy_share = { unpack(some) }
+  local wait_price, decode_s_per_token = constants.wait_price, constants.decode_s_per_token
+  local place_s = constants.place * prompt / median
+  local count, least_wait, total_fill, rows = 0, math.huge, 0, all
+  local load_s, speed, fill, usable, by_slot, unmatchable, crowd = {}, {}, {}, {}, {}, {}, nil
+  local base_s, busy_share = split and {}, split and {}
+
+  -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
+  -- may not be matched; else the table of by_slot for its scheme. Stored, except of workers on trial.
+  local function use_of(kind, row)
+    local flags, scheme, use = floor(kind / U32), kind % U32, "no"
+    local on_trial = band(flags, FLAG_TRIAL) > 0
+    if band(flags, ROUTABLE_MASK + FLAG_EJECTED) == ROUTABLE
+        and not (on_trial and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0) then
+      by_slot[scheme] = by_slot[scheme] or {}
+      use = band(flags, MATCHABLE) ~= 0 and by_slot[scheme] or "load"
+    end
+    if not on_trial then usable[kind] = use end
+    return use
+  end
+
   for k = 1, #all do
     local row = all[k]
-    local prefill, decode, flight, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, busy, _, going,
-      since = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
-    local use = usable[flags]
-    if not use then
-      use = band(flags, ROUTABLE_MASK + FLAG_EJECTED) ~= ROUTABLE and "no"
-        or band(flags, MATCHABLE) ~= 0 and "match" or "load"
-      usable[flags] = use
+    local prefill, decode, flight_and_slot, kind, tps, foreign, foreign_decode, blocks, capacity, busy, going, since
+      = unpack_from(ROW_BRIEF, row, BRIEF_AT)
+    local use = usable[kind] or use_of(kind, row)
+    if alive and use ~= "no" then
+      local lives = alive[sub(row, WORKER_ID_AT)]
+      if lives == nil then lives = band(floor(kind / U32), FLAG_UNHEARD) ~= 0 end
+      if not lives then use = "no" end
     end
-    local lives = not alive or alive[sub(row, WORKER_ID_AT)]
-    if lives == nil then lives = band(flags, FLAG_UNHEARD) ~= 0 end
-    if flight > 0 and flags >= FLAG_TRIAL and band(flags, FLAG_TRIAL) > 0 then lives = false end
-    if lives and use ~= "no" and #row >= WORKER_ID_AT then
+    if use ~= "no" and #row >= WORKER_ID_AT then
+      count = count + 1
+      if rows ~= all then rows[count] = row end
       if tps < slowest then tps = tps == 0 and median or slowest elseif tps > fastest then tps = fastest end
-      local ahead, share = prefill + foreign, use == "load" and 1 or capacity > 0 and blocks / capacity or 0
-      if share > 1 then share = 1 end
-      local context, most = decode + foreign_decode, capacity * block
+      local share = capacity > 0 and blocks / capacity or 0
+      if use == "load" then
+        share, unmatchable[count] = 1, true
+      else
+        if share > 1 then share = 1 end
+        if chained then use[flight_and_slot % U32] = count end
+      end
+      speed[count], fill[count], total_fill = tps, share, total_fill + share
       -- Contexts beyond the size of the cache wait, or are computed again.
-      count, total_fill = count + 1, total_fill + share
+      local ahead, context, most = prefill + foreign, decode + foreign_decode, capacity * block
       if context > most and most > 0 then
         crowd = crowd or {}
         crowd[count] = context / most - 1
       end
       if ahead < least_wait then least_wait = ahead end
-      rows[count], wait[count], speed[count], fill[count] = row, ahead, tps, share
-      slots[count], schemes[count] = slot, use == "match" and scheme or -1
-      -- Estimate the tokens computed of the prefill under way by time and speed, at most all of that prefill (`going`).
-      local done = 0
       if prefill > 0 or busy > 0 then
         local passed, target = (now - since) % U32, 0
         if prefill > 0 then
-          done, target = passed / 1000 * tps, BUSY_ALWAYS
-          if done > going then done = going end
+          -- Estimate the tokens computed of the prefill under way by time and speed, at most all of that prefill.
+          local done = passed / 1000 * tps
+          going, target = going % U32, BUSY_ALWAYS -- `going` has also what was evicted
+          ahead = ahead - (done > going and going or done)
         end
         -- The same formula as in shared/busy_share, whose call for each worker took 5 % of a decision's time.
         if since > 0 and passed < PAST_MS then busy = target + (busy - target) * exp(-passed / BUSY_MEMORY_MS) end
       end
       -- Of requests that bypass the routers only waiting work is known: an engine with a second of that counts as busy.
       busy = busy / BUSY_ALWAYS + foreign / tps
-      busy_share[count] = busy < 1 and busy or 1
-      base_s[count] = (ahead - done) / tps + decode_s_per_token * context
+      if busy > 1 then busy = 1 end
+      local base = ahead / tps + decode_s_per_token * context
+      load_s[count] = wait_price * base + place_s * busy
+      if split then base_s[count], busy_share[count] = base, busy end
+    elseif rows == all then
+      rows = {}
+      for i = 1, count do rows[i] = all[i] end
     end
   end
+
+  -- A table by candidate whose values are read out of a row when they are first asked for.
+  local function lazily(read)
+    return setmetatable({}, { __index = function(values, i)
+      local value = read(rows[i])
+      values[i] = value
+      return value
+    end })
+  end
+  local slots = lazily(function(row) return (unpack_from(ROW_SLOT, row, SLOT_AT)) end)
+  local wait = lazily(function(row)
+    local foreign = unpack_from(ROW_FOREIGN_PREFILL_TOKENS, row, FOREIGN_PREFILL_TOKENS_AT)
+    return foreign + unpack_from(ROW_PREFILL_TOKENS, row, PREFILL_TOKENS_AT)
+  end)
   -- Name all fields that other parts set later (nil), so that the table gets its final size at once.
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, crowd = crowd,
-    busy_share = busy_share, slots = slots, schemes = schemes, count = count,
-    usable = usable, cost = cost, least_wait = least_wait, total_fill = total_fill, median = median,
-    now = now, waits = nil, constants = nil, policy = nil, prompt = nil, seed = nil, prefix_tokens = nil, order = nil,
-    objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil, confirmed = nil,
-    chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
+    busy_share = busy_share, slots = slots, unmatchable = unmatchable, by_slot = by_slot, count = count,
+    load_s = load_s, cost = {}, least_wait = least_wait, total_fill = total_fill, median = median,
+    constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
+    order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
+    confirmed = nil, chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
     turn_s = nil, turn_at = nil }
 end

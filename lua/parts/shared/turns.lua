@@ -1,14 +1,6 @@
 --[[
 shared/turns: finds which waiting requests (shared/tickets) may be served now ("have their turn"), and by which engine.
 
-Room. An engine has room while its booked prefill, less what it has computed of the prefill under way, takes less than
-limit_s. It has no room while its booked context fills 95 % of its cache and some booked prefill is still to be
-computed. (Bookings are estimates: only prefill that does not start shows that the cache is full.) A worker without any
-work always has room. So has a worker without the plugin, whose speed and ends of prefill are not known, unless its
-metrics told of requests that will still wait at the next check. Foreign prefill (of requests from elsewhere) takes room
-only beyond REMEMBERED_S of work: up to that, an engine's report may be a mean of the past though nothing is left to
-compute (worker_plugin, load.py), and the engine would stand idle while requests wait.
-
 Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
 for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
 worker is its price (seconds to compute what the worker lacks of the prompt, noted by decide/wait_turn) plus the work
@@ -30,56 +22,14 @@ equal part of them passed over, at least two: half at its front, half further ba
 delays neither other tenants nor all of its own requests for other workers. If `most` is too small for all flows, and
 half of the looks found no turn, the others are at flows further back.
 
-Guarantee: writes nothing. Returns three functions by name: capacity, room_left, and take (take_turns).
+Guarantee: writes nothing. Returns two functions by name: room_left, and take (take_turns). An engine's room is that of
+shared/room.
 --]]
-local unpack_from, sub, band = struct.unpack, string.sub, bit.band
+local unpack_from, sub = struct.unpack, string.sub
 local floor, max, min, huge = math.floor, math.max, math.min, math.huge
-local LEAST_ROOM_S = 1e-6 -- the least room of an engine without any work, whatever limit_s is
-local REMEMBERED_S = 1.0 -- equals REMEMBERED_WORK_SECONDS of the plugin
 local MAKING_PRICE = 0.5 -- highest cost of a second of waiting for a ticket whose prompt a worker is computing
 local LEAST_WAIT_PRICE = 0.1 -- lowest cost of a second of waiting; without it lines grow long at always busy engines
 local GOLDEN_RATIO = 0.6180339887 -- multiples of it spread evenly between whole numbers
-
--- Takes the state of shared/candidates, limit_s, and block_sizes (scheme=tokens, joined by commas). Returns two
--- functions.
--- room_of(candidate): seconds of prefill that may still be booked there (0 or less: no room), and seconds until it will
---   have room if it goes on at its speed (math.huge: not predictable).
--- overdue_s(candidate): seconds since all its prefill should have ended by its speed (0: not overdue, or the clock
---   stepped back). An overdue engine stands still, or its cache is full.
-local function capacity(s, limit_s, block_sizes)
-  local sizes = {}
-  local function overdue_s(i)
-    local prefill = unpack_from(ROW_PREFILL_TOKENS, s.rows[i], PREFILL_TOKENS_AT)
-    local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, s.rows[i], UNDER_WAY_TOKENS_AT)
-    if prefill <= 0 or under_way == 0 then return 0 end
-    local passed = (s.now - since) % U32
-    return passed < PAST_MS and max(0, passed / 1000 - s.wait[i] / s.speed[i]) or 0
-  end
-  local function room_of(i)
-    local row, speed = s.rows[i], s.speed[i]
-    local prefill, decode, flight, _, flags, scheme, _, foreign, foreign_decode, _, blocks =
-      unpack_from(ROW_PREFILL_TOKENS_TO_CAPACITY_BLOCKS, row, PREFILL_TOKENS_AT)
-    local ahead = prefill + max(0, foreign - REMEMBERED_S * speed)
-    local approximate = band(flags, FLAG_APPROXIMATE) ~= 0
-    if approximate and foreign > 0 then return 0, huge end
-    if approximate or ahead + flight + foreign_decode == 0 then return max(limit_s, LEAST_ROOM_S), 0 end
-    local block_tokens = sizes[scheme] or tonumber((("," .. block_sizes):match("," .. scheme .. "=(%d+)"))) or 0
-    sizes[scheme] = block_tokens
-    local cache = blocks * block_tokens * FULL_SHARE
-    if cache > 0 and decode + foreign + foreign_decode > cache then
-      return s.wait[i] == 0 and LEAST_ROOM_S or 0, s.wait[i] == 0 and 0 or huge
-    end
-    local done, left = 0, 0
-    if prefill > 0 then
-      local under_way, since = unpack_from(ROW_UNDER_WAY_TOKENS_TO_SINCE_MS, row, UNDER_WAY_TOKENS_AT)
-      done = min((s.now - since) % U32 / 1000 * speed, under_way)
-      left = under_way - done
-    end
-    local room = limit_s - (ahead - done) / speed
-    return room, room > 0 and 0 or -room * speed < left and -room or huge
-  end
-  return room_of, overdue_s
-end
 
 -- Make a function that returns, of a list of candidates, the one with the least work ahead, of equals the least busy,
 -- then the first; nil if none is left. With `room` (by candidate), candidates without room are left out. Work ahead
@@ -133,7 +83,7 @@ local function least_of(those, ahead, share, room)
 end
 
 -- Make a table of the room that engines have left, while tickets take it one by one. Takes the state of
--- shared/candidates, and room_of and overdue_s (capacity). Returns
+-- shared/candidates, and room_of and overdue_s (shared/room). Returns
 --   any(): whether some worker has room
 --   stands(record of a ticket): the worker that the ticket gets or waits for; whether it gets that worker now; whether
 --     any worker that may serve it has room; the us that its worker needs for what this lacks of the prompt
@@ -318,4 +268,4 @@ local function take_turns(queue, left, most, last)
   return turns
 end
 
-return { capacity = capacity, room_left = room_left, take = take_turns }
+return { room_left = room_left, take = take_turns }

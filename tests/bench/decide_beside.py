@@ -1,0 +1,214 @@
+"""This checkout's decide script beside that of another one: the bench ``decide --beside ../old``.
+
+Both scripts get the same calls in the same run, in turns, so that other work on the machine hits both. Each script's
+figure is its cheapest round. The other checkout's script must take this one's arguments.
+
+    hot_625_over_other       CPU time of a decision with 64 workers and prompts of 625 blocks, ours over the other's
+    workers_1024_over_other  the same with 1,024 workers and prompts without a chain
+    decisions, differing     random decisions that both made, each on its own copy of a fleet; how many were not the
+                             same: answer, costs (to 2 us) and every key afterwards
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import redis
+from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, FilledStore
+from tests.bench.output import say
+
+from warmfleet.fleet import Constants, QueueLimits, Weights
+from warmfleet.fleet.rows import Flag, LoadRow
+from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
+from warmfleet.protocol.wire import Keys
+from warmfleet.settings import POLICIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
+STANDING = 200  # open reservations while decisions are timed
+CLOCK = "clock"  # a key with the time that both scripts see
+NOW_S = 1_900_000_000
+USUAL = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
+EVERY_KEY = """local found = {}
+for _, key in ipairs(redis.call("KEYS", "*")) do
+  found[#found + 1] = key
+  found[#found + 1] = redis.call("DUMP", key)
+end
+return found"""
+
+
+def other_text(checkout: Path) -> str:
+    """Return the text of the decide script of another checkout."""
+    code = "from warmfleet.fleet.script_loader import script_text; print(script_text('decide'))"
+    paths = os.environ | {"PYTHONPATH": str(checkout / "app")}
+    return subprocess.run([sys.executable, "-c", code], env=paths, check=True, capture_output=True, text=True).stdout
+
+
+def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
+    rounds, decisions = (2, 200) if quick else (60, 10_000)
+    texts = {"ours": script_text("decide"), "other": other_text(checkout)}
+    found: dict[str, Any] = {}
+    for name, (workers, blocks, calls) in CASES.items():
+        cost = timed(url, texts, workers, blocks, calls, rounds)
+        say(f"{workers} workers, {blocks} blocks: {cost['ours']:.1f} us beside {cost['other']:.1f}")
+        found[name] = round(cost["ours"] / cost["other"], 3)
+    return found | {"decisions": decisions, "differing": differing(url, texts, decisions)}
+
+
+def timed(url: str, texts: dict[str, str], workers: int, blocks: int, calls: int, rounds: int) -> dict[str, float]:
+    """Return the CPU time of one call in us by script, of the cheapest of ``rounds``."""
+    store = FilledStore(url, workers)
+    chains = store.prepare(blocks, 400_000)[0].chains if blocks else [b""]
+    if not blocks:
+        store.client.flushall()
+        store.fleet(random.Random(11))
+    shas = {name: str(store.client.script_load(text)) for name, text in texts.items()}
+    rng, best = random.Random(5), dict.fromkeys(texts, float("inf"))
+
+    def asked(sha: str, some: list[bytes]) -> tuple[list[str], list[list[Any]]]:
+        store.shas["decide"] = sha
+        names, commands = zip(*map(store.decide_args, some), strict=True)
+        return list(names), list(commands)
+
+    for number in range(rounds):
+        standing, commands = asked(shas["ours"], rng.choices(chains, k=STANDING))
+        store.burn(commands)
+        some = rng.choices(chains, k=calls)
+        for name in sorted(shas, reverse=number % 2 == 1):
+            ids, commands = asked(shas[name], some)
+            best[name] = min(best[name], store.burn(commands))
+            store.burn([store.settle_args(one) for one in ids])
+        store.burn([store.settle_args(one) for one in standing])
+    return best
+
+
+def differing(url: str, texts: dict[str, str], decisions: int) -> int:
+    """Make random decisions with both scripts, each in a database of its own; return how many differ."""
+    fleets = [Twin(redis.Redis.from_url(url, db=db), text) for db, text in enumerate(texts.values())]
+    found = 0
+    for number in range(decisions):
+        if number % 5 == 0:
+            commands = random_fleet(random.Random(number))
+            for fleet in fleets:
+                fleet.fill(commands)
+        call = random_call(random.Random(number), f"wf-{number:022d}")
+        ours, other = (fleet.decide(call, number) for fleet in fleets)
+        if not same(ours, other):
+            found += 1
+            if found <= 3:
+                say(f"decision {number}: {ours[0]} beside {other[0]}")
+    return found
+
+
+KEYS = Keys("beside")
+
+
+class Twin:
+    """A small fleet for one script, which sees a clock that stands still during a call."""
+
+    def __init__(self, client: Any, text: str) -> None:
+        self.client = client
+        self.sha = client.script_load(text.replace('call("TIME")', f'call("HMGET", "{CLOCK}", 1, 2)'))
+        self.everything = client.register_script(EVERY_KEY)
+
+    def fill(self, commands: list[tuple[Any, ...]]) -> None:
+        self.client.flushdb()
+        pipe = self.client.pipeline(transaction=False)
+        for command in commands:
+            pipe.execute_command(*command)
+        pipe.execute()
+
+    def decide(self, call: list[Any], number: int) -> tuple[Any, dict[bytes, bytes]]:
+        """Return the answer and every key afterwards, dumped."""
+        self.client.hset(CLOCK, mapping={"1": NOW_S + number % 5, "2": number * 7_919 % 1_000_000})
+        keys = [getattr(KEYS, key) for key in SCRIPT_KEYS["decide"]]
+        try:
+            answer = self.client.evalsha(self.sha, len(keys), *keys, *call)
+        except redis.ResponseError as error:
+            answer = str(error).partition(" script:")[0]
+        dumped = self.everything()
+        return answer, dict(zip(dumped[::2], dumped[1::2], strict=True))
+
+
+def same(ours: Any, other: Any) -> bool:
+    """Tell whether two answers are the same, apart from the last digit of seconds in texts such as ``0.1,2.25``."""
+    if isinstance(ours, list | tuple) and isinstance(other, list | tuple):
+        return len(ours) == len(other) and all(map(same, ours, other))
+    if ours == other or not (isinstance(ours, bytes) and isinstance(other, bytes)):
+        return bool(ours == other)
+    try:
+        pairs = zip(map(float, ours.split(b",")), map(float, other.split(b",")), strict=True)
+        return all(abs(one - two) <= 2e-6 + 1e-9 * abs(one) for one, two in pairs)
+    except ValueError:
+        return False
+
+
+def chain_of(rng: random.Random) -> bytes:
+    """Return one of few chains of 40 blocks, which share beginnings."""
+    heads = [bytes([50 + rng.randrange(part)]) for part in (1, 2, 3, 4)]
+    return b"".join(b"".join(heads[: 1 + at // 10]).ljust(6, b"-") + at.to_bytes(2, "big") for at in range(40))
+
+
+def random_fleet(rng: random.Random) -> list[tuple[Any, ...]]:
+    """Return the commands that write a fleet: loads, flags, heartbeats and cached blocks of all kinds."""
+    now = NOW_S * 1_000
+    ticked, grace, median = rng.choice((100, 2_400, 9_000)), rng.choice((-1, 9_000)), rng.choice((0, 9_000))
+    commands: list[tuple[Any, ...]] = [("SET", KEYS.tick, f"{now - ticked} {now + grace} {median}")]
+    idle, alike = rng.random() < 0.3, rng.random() < 0.3
+    for slot in rng.sample(range(1, 900), rng.choice((1, 2, 3, 6, 12, 40))):
+        name, flags = f"w{slot}.0", int(USUAL)
+        for flag in Flag:
+            if rng.random() < 0.06:
+                flags ^= flag
+        busy, foreign = not idle and rng.random() < 0.7, rng.random() < 0.3
+        row = LoadRow(
+            epoch=1, slot=slot, flags=flags, scheme=rng.choice((SCHEME, SCHEME, SCHEME, 8)),
+            prefill_tokens=rng.choice((0, rng.randint(1, 20_000))) if busy else 0,
+            decode_tokens=rng.randint(0, 200_000) if busy else 0, in_flight=rng.randint(0, 3) if busy else 0,
+            speed_tps=10_000 if alike else rng.choice((0, 1_000, 90_000, rng.randint(8_000, 12_000))),
+            foreign_prefill_tokens=rng.randint(0, 15_000) if foreign else 0,
+            foreign_decode_tokens=rng.randint(0, 90_000) if foreign else 0,
+            blocks=0 if alike else rng.randint(0, 11_000), capacity_blocks=rng.choice((0, 10_000, 10_000, 10_000)),
+            busy_share=0 if idle else rng.randint(0, 65_535), evicted=0 if alike else rng.randint(0, 3),
+            under_way_tokens=rng.randint(0, 9_000) if busy else 0,
+            since_ms=rng.choice((0, (now + rng.randint(-60_000, 2_000)) % 2**32)),
+        )  # fmt: skip
+        commands.append(("HSET", KEYS.load, name, row.pack(name)))
+        if rng.random() < 0.95:
+            commands.append(("ZADD", KEYS.alive, now - rng.choice((0, 5_000, 14_000, 30_000)), name))
+        commands.append(("HSET", KEYS.servers, name[:-2], f'{{"nonce":"n","url":"http:\\/\\/10.0.0.{slot}"}}'))
+        chain, depth = chain_of(rng), rng.choice((0, 0, 5, 20, 40, rng.randint(0, 40)))
+        for at in range(0, 8 * depth, 8):
+            if flags & Flag.CLOSED or rng.random() < 0.95:
+                commands.append(("SADD", KEYS.prefix + f"s:{slot}", chain[at : at + 8]))
+                commands.append(("SADD", KEYS.prefix.encode() + b"b:" + chain[at : at + 8], slot))
+    return commands
+
+
+def random_call(rng: random.Random, name: str) -> list[Any]:
+    """Return the arguments of a decision."""
+    chain = chain_of(rng)[: 8 * rng.choice((40, 40, 33, 12, 1, 0))]
+    prompt = len(chain) // 8 * BLOCK_TOKENS + rng.choice((1, 15, 3_000))
+    weights = Weights(decode_s_per_token=rng.choice((1e-7, 1e-6)), min_match_tokens=rng.choice((0, 0, 200)))
+    constants = Constants(
+        weights=weights, limits=QueueLimits(rng.choice((0.0, 0.05, 0.5, 5.0)), tickets=rng.choice((1, 9))),
+        block_tokens={SCHEME: BLOCK_TOKENS},
+        label_prices=dict.fromkeys(range(1, 900, 3), 0.1) if rng.random() < 0.15 else {},
+    )  # fmt: skip
+    some = ",".join(f"w{slot}.0" for slot in rng.sample(range(1, 900), 450))
+    policy = "cost" if rng.random() < 0.75 else rng.choice(sorted(POLICIES))
+    rare = rng.random
+    return [
+        KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
+        rng.choice((0, 0, 0, 1, 2)), some if rare() < 0.15 else "", rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
+        some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
+        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "",
+        *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),
+        *((8, 2 * BLOCK_TOKENS, chain[: len(chain) // 16 * 8]) if rare() < 0.2 else ()),
+    ]  # fmt: skip

@@ -1,0 +1,26 @@
+"""The comparison of two decide scripts sees a changed rule, and nothing where none has changed."""
+
+from __future__ import annotations
+
+from tests.bench.decide_beside import differing, same
+
+from warmfleet.fleet.script_loader import script_text
+
+
+def test_a_changed_rule_is_seen(url: str) -> None:
+    ours = script_text("decide")
+    assert differing(url, {"ours": ours, "other": ours}, 100) == 0
+    for rule, changed in (
+        ("(work + evicts) / tps", "work / tps"),
+        ("decode + context, flight + 1", "decode, flight + 1"),
+        ("BOOKED", "BOOKED."),
+    ):
+        assert rule in ours
+        assert differing(url, {"ours": ours, "other": ours.replace(rule, changed)}, 100) > 0, rule
+
+
+def test_seconds_in_texts_may_differ_in_their_last_digit() -> None:
+    assert same([b"0.100000,2", 7], [b"0.100001,2", 7])
+    assert not same([b"0.1,2", 7], [b"0.11,2", 7])
+    assert not same([b"w1.0"], [b"w2.0"])
+    assert not same(([b"1"], {b"load": b"a"}), ([b"1"], {b"load": b"b"}))
