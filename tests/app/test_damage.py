@@ -225,12 +225,14 @@ def test_a_tokenizer_without_ids_for_some_texts() -> None:
 async def test_a_worker_that_announces_the_files_of_others_hides_them_from_no_replica(
     store: aioredis.Redis, fleet: Fleet
 ) -> None:
-    """The first worker by name announces the others' files, brings none, and says that every prompt is too long."""
+    """The first worker by name announces the others' files, brings wrong ones, and says every prompt is too long."""
     keyspace = Keyspace(store, fleet)
     await healthy(keyspace)
     await keyspace.worker(0, scheme=SCHEME.scheme_id)
     told: dict[str, Any] = {"nonce": "s1", "url": "http://10.0.0.9:1", "models": ["m"], "artifacts": MANIFEST}
     told |= {"facts": FACTS | {"max_model_len": 1}}
+    for digest in (digest for entry in MANIFEST.values() for digest in entry["chunks"]):
+        await cast("Any", store.set(fleet.keys.artifact("w0", digest), b"wrong"))
     await cast("Any", store.hset(fleet.keys.servers, "w0", wire.dumps(told)))
     async with stepped_replica(fleet) as replica:
         await replica.look()

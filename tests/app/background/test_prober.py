@@ -57,7 +57,7 @@ async def test_join_is_proved_and_blocks_are_matched(valkey_url: str, model: str
 
 
 async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: str, model: str) -> None:
-    """A worker with a short context does not bound the prompts of the others, nor does one that brings no files."""
+    """A worker with a short context does not bound the prompts of the others, nor does one whose files are damaged."""
     trackers, keys = (Tracker(), Tracker()), Keys(model)
     async with (
         engine(model, caching(trackers[0], [])) as first,
@@ -71,8 +71,9 @@ async def test_a_worker_with_the_same_files_limits_no_other_worker(valkey_url: s
             return [key async for key in store.scan_iter(keys.artifact(server, "*"))]
 
         await poll(lambda: chunks("b"), 10, "b has brought everything")
+        await poll(lambda: chunks("a"), 10, "a has brought everything")
         for key in await chunks("a"):
-            await store.delete(key)
+            await store.set(key, b"damaged", keepttl=True)
         async with replica(valkey_url, model) as router:
             await router.exact()
             await router.routable(2)

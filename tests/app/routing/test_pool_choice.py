@@ -619,7 +619,8 @@ async def test_a_request_that_waits_looks_often_whether_its_other_home_pool_has_
     fixture.stores["m#1"].standing = Standing.WAITS
     fixture.stores["m#2"].turn_s = 9.0
     fixture.script("queue " * 400, "queue book", "")
-    assert (await fixture.admit())[0] == "m#2"
+    async with asyncio.timeout(15):  # the request's own time in the queue is longer
+        assert (await fixture.admit())[0] == "m#2"
 
 
 async def test_a_request_counts_once_for_a_pool_that_it_passes_over_however_long_it_waits() -> None:
