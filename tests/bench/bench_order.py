@@ -46,15 +46,15 @@ import uvloop
 from tests.bench.jobs import run_all
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_idle import SAMPLE_S, IdleGaps
-from tests.bench.virtual_plans import arrivals, engine
+from tests.bench.virtual_plans import QUEUE, arrivals, engine
 from tests.bench.virtual_plots import draw_panels, drawn
 from tests.bench.virtual_rivals import RIVALS, opened, play_rival, rotated
 from tests.bench.virtual_starve import starve, tenants
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits, Weights
-from warmfleet.settings import POLICIES, Settings
+from warmfleet.fleet import QueueLimits, Weights
+from warmfleet.settings import POLICIES
 from warmfleet_loadtest.measuring.figures import markdown, quantile
 from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks.processes import end_on_signals
@@ -102,8 +102,7 @@ CASES = {
 }
 PUBLIC = tuple(name for name in CASES if name != "generated")
 STARVE = "starve"
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Settings)}
-OURS: Mapping[str, float] = {"max_engine_wait_s": DEFAULTS["max_engine_wait_s"], "patience": QUEUE_PATIENCE}
+OURS: Mapping[str, float] = {"max_engine_wait_s": QUEUE.max_engine_wait_s, "patience": QUEUE.patience}
 #: Values of the routers' fleets in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
 #: have are left out. ``sorting``: requests wait in the engines, which take them by the priority that routers send.
 #: ``stock``: the number of engines without the plugin.

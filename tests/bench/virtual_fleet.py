@@ -328,12 +328,12 @@ class Cluster:
         return RESERVATION_PREFIX + Mark.ONE_PROMPT + "".join(self._ids.choices(WORDS, k=21))
 
 
-async def play(url: str, trace: Trace, plan: Plan) -> Played:
-    """Empty Redis, and run the plan."""
+async def play(url: str, trace: Trace, plan: Plan, made: Callable[[VirtualStore, Plan], Cluster] = Cluster) -> Played:
+    """Empty Redis, and run the plan on the cluster that ``made`` returns."""
     store = VirtualStore(url)
     began = time.process_time() + store.cpu_s()
     try:
-        cluster = Cluster(store, plan)
+        cluster = made(store, plan)
         await cluster.start()
         served = await cluster.virtual.run(trace)
         for fleet in cluster.replicas[0].values():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits
+from warmfleet.settings import Settings
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import PRESETS
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), BLOCK_TOKENS)
+#: The queue of a fleet with default settings.
+QUEUE = QueueLimits(
+    next(setting.default for setting in fields(Settings) if setting.name == "max_engine_wait_s"), patience=QUEUE_PATIENCE
+)
 DIRECT = 1_000_000  # sessions of this number and above go past the fleet
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from warmfleet_loadtest.simulator.block_pool import BlockPool
 from warmfleet_worker.eviction.objective import Served
 from warmfleet_worker.eviction.tail_eviction import Finished
+from warmfleet_worker.protocol.wire import conversation_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,8 @@ class TailPool(BlockPool):
 
     def over(self, request: Request) -> None:
         blocks, hashes = request.blocks[: request.entered], request.hashes[: request.entered]
-        self.eviction.finished(Finished(blocks, hashes, request.prompt_tokens, request.tokens), self._clock())
+        ended = conversation_ended(request.request_id)
+        self.eviction.finished(Finished(blocks, hashes, request.prompt_tokens, request.tokens, ended), self._clock())
 
     def allocate(self, count: int) -> list[int]:
         if self.eviction.tags:

@@ -113,31 +113,37 @@ class VirtualFleet:
         self._speed = speed
         self._events: list[tuple[float, int, bool, Event]] = []
         self._left = 0  # pending events for which ``run`` waits, and requests that are kept back
+        self._stopped = False
         self._order = count()
         self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
         self._kept_back: dict[Request, tuple[float, int]] = {}  # (arrival time, session)
         self._sessions: dict[int, list[Arrival]] = {}
 
     async def run(self, trace: Trace) -> list[Answered]:
-        """Play all arrivals, until every request is answered."""
+        """Play all arrivals, until every request is answered or ``stop`` was called."""
         for arrival in reversed(trace.arrivals):
             if arrival.think_s is not None:
                 self._sessions.setdefault(arrival.session, []).append(arrival)
         for arrival in trace.arrivals:
             if arrival.think_s is None:
-                self.at(arrival.at_s / self._speed, partial(self._arrive, arrival))
-        while self._left:
+                self.at(arrival.at_s / self._speed, partial(self.arrive, arrival))
+        while self._left and not self._stopped:
             self.clock.now, _order, duty, event = heapq.heappop(self._events)
             self._left -= not duty
             await event(self.clock.now)
         return self.served
+
+    def stop(self) -> None:
+        """End the run after the present event."""
+        self._stopped = True
 
     def at(self, when: float, event: Event, *, duty: bool = False) -> None:
         """Call ``event`` at the time ``when``. duty: upkeep of the router, for which ``run`` does not wait."""
         self._left += not duty
         heapq.heappush(self._events, (when, next(self._order), duty, event))
 
-    async def _arrive(self, arrival: Arrival, now: float) -> None:
+    async def arrive(self, arrival: Arrival, now: float) -> None:
+        """Let a request come. A router may add arrivals with ``at``."""
         answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
         request = Request("", arrival.prompt, arrival.output_tokens, answer)
         hash_blocks(self.engines[0].scheduler.scheme, request)
@@ -213,4 +219,4 @@ class VirtualFleet:
                 following = self._sessions.get(session)
                 if following:
                     arrival = following.pop()
-                    self.at(now + (arrival.think_s or 0.0) / self._speed, partial(self._arrive, arrival))
+                    self.at(now + (arrival.think_s or 0.0) / self._speed, partial(self.arrive, arrival))

@@ -1,0 +1,263 @@
+"""Agents whose contexts overfill the caches, on the virtual clock: how many sessions does a fleet serve an hour?
+
+    make -s bench NAME=sessions                                        # all of it: a quarter of an hour of two cores
+    make -s bench NAME=sessions ARGS="--quick"                         # a first look, needs no trace: half a minute
+    make -s bench NAME=sessions ARGS="--cells 'agents-x1-*' --seeds 3"
+    make -s bench NAME=sessions ARGS="--cells burst --plot burst.svg"
+
+Replicas use the real scripts (as in `order`); four engines have a cache of 400,000 tokens each, and the steps of an 8B
+model on an H100. Agents run in a closed loop: a step comes some time (the gap) after the answer to the step before, and
+when a session ends another begins. A cell is named by its sessions (`agents`: of the SWE-agent trace, `generated`), the
+factor of its gaps, and the overcommit: the contexts of the sessions that run at a time, over all caches. `-chats`: 1.2
+chats a second come, too. `-one`: there is one replica in place of four. `chats` has no agents. In `burst` sessions
+begin at their own times, .5 a second, and 60 more at 200 s.
+
+`--variants` are `before`: no hints and no settings, and `hints`: clients name their sessions and say which step is
+the last, and engines evict by T-LRU, which heeds that.
+
+A table goes to standard error. The last line of standard output is one JSON object: `rows` has the figures of every cell and
+variant (means over seeds); `sessions_per_hour`, `session_p50_s` and `session_p95_s` (from first step to last answer),
+the TTFT of steps, `recomputed` (tokens computed again, over the necessary ones: those that the session's prompt before
+did not have in complete blocks), `held_first_steps` and `longest_hold_s` (0, as nothing holds sessions). `burst` is the
+median TTFT of the steps that came in each 100 s. The ratios: `collapse` (sessions an hour at overcommit 1.5 over those
+at .7), `hints_over_before` (1.5), `four_over_one_replica` and `chats_p50_over_alone`. Without its cells a ratio is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.virtual_plots import drawn
+from tests.bench.virtual_sessions import CHAT_RATE, Features, Load, SessionCluster, agents, burst, chats, figures, run
+from tests.bench.virtual_store import private_server
+
+from warmfleet.errors import WarmfleetError
+from warmfleet_loadtest.measuring.figures import markdown
+from warmfleet_loadtest.measuring.plots import line_figure, save_figure
+from warmfleet_loadtest.measuring.progress import Progress
+from warmfleet_loadtest.stacks.processes import end_on_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+ENGINES, REPLICAS = 4, 4
+KNOWN = 275  # sessions of which the mean context is taken: those of the trace
+LEAST_ENDS = 150  # sessions that end while figures are taken, or as many as run at a time
+BIN_S = 100.0
+BURST_SESSIONS = 700  # more than begin
+
+VARIANTS: Mapping[str, Features] = {
+    "before": Features(),
+    "hints": Features(header=True, ended=True, tail=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A load. overcommit: 0 for none but chats; gaps: factor."""
+
+    source: str = "agents"
+    gaps: float = 1.0
+    overcommit: float = 1.5
+    chats: bool = False
+    replicas: int = REPLICAS
+    engines: int = ENGINES
+
+    @property
+    def name(self) -> str:
+        if not self.overcommit:
+            return "chats"
+        more = ("-chats" if self.chats else "") + ("-one" if self.replicas == 1 else "")
+        return f"{self.source}-x{self.gaps:g}-{self.overcommit:g}{more}"
+
+    def load(self, seed: int, least: int) -> Load:
+        """least: sessions that end while figures are taken."""
+        beside = chats() if self.chats else ()
+        if not self.overcommit:
+            return Load((), beside=tuple(chat for chat in beside if chat.at_s < least * 4 / CHAT_RATE))
+        number = agents(self.source, KNOWN, seed).at_once(self.overcommit, self.engines)
+        ends = number + max(least, number)
+        return Load(agents(self.source, number + ends, seed).sessions, number, number, ends, self.gaps, beside)
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        *(Cell(overcommit=value) for value in (0.7, 0.85, 1.0, 1.5, 2.0, 3.0)),
+        *(Cell(gaps=gaps, overcommit=value) for gaps in (4.0, 20.0) for value in (1.5, 3.0)),
+        *(Cell("generated", overcommit=value) for value in (0.7, 1.5)),
+        *(Cell("generated", gaps) for gaps in (4.0, 20.0)),
+        *(Cell(overcommit=value, chats=True) for value in (0.0, 0.6, 1.5)),
+        Cell(replicas=1),
+    )
+}
+BURST = "burst"
+QUICK = {"engines": 1, "replicas": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run, as plain values that another process can read. cell: None for the burst."""
+
+    cell: Cell | None
+    variant: str
+    seed: int
+    least: int
+
+    def run(self) -> dict[str, Any]:
+        features = VARIANTS[self.variant]
+        with private_server() as url:
+            if self.cell is None:
+                load = burst(agents("agents", BURST_SESSIONS, self.seed))
+                cluster = uvloop.run(run(url, load, features, engines=ENGINES, replicas=REPLICAS, seed=self.seed))
+                return {**figures(cluster, load), "medians": medians(cluster)}
+            load, size = self.cell.load(self.seed, self.least), (self.cell.engines, self.cell.replicas)
+            cluster = uvloop.run(run(url, load, features, engines=size[0], replicas=size[1], seed=self.seed))
+            return figures(cluster, load)
+
+
+def medians(cluster: SessionCluster) -> list[float]:
+    """Return the median TTFT of the steps that came in each BIN_S."""
+    bins: list[list[float]] = [[] for _ in range(1 + int(max(step.at_s for step in cluster.steps) / BIN_S))]
+    for step in cluster.steps:
+        bins[int(step.at_s / BIN_S)].append(step.ttft_s)
+    return [round(statistics.median(ttft), 3) if ttft else 0.0 for ttft in bins]
+
+
+# ---------------------------------------------------------------- all runs
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of a cell with a variant, as means over seeds."""
+
+    cell: str
+    variant: str
+    figures: Mapping[str, float]
+
+
+def measured(jobs: Sequence[Job], processes: int) -> tuple[list[Row], dict[str, list[float]]]:
+    """Run the jobs; return a row for each cell and variant, and the burst's medians by variant, of the first seed."""
+    progress, found = Progress("runs", len(jobs)), dict[tuple[str, str], list[dict[str, float]]]()
+    lines: dict[str, list[float]] = {}
+    with ProcessPoolExecutor(processes) as pool:
+        spread: Callable[..., Iterable[dict[str, Any]]] = map if processes == 1 else pool.map
+        for job, told in zip(jobs, spread(Job.run, jobs), strict=True):
+            progress.tick(failed=False)
+            if job.cell is None:
+                lines.setdefault(job.variant, told.pop("medians"))
+            name = BURST if job.cell is None else job.cell.name
+            found.setdefault((name, job.variant), []).append(told)
+    mean = {key: {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
+            for key, runs in found.items()}  # fmt: skip
+    return [Row(*key, told) for key, told in mean.items()], lines
+
+
+def ratios(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the ratios of the bench, of those whose cells were played."""
+    found = {(row.cell, row.variant): row.figures for row in rows}
+    told: dict[str, float] = {}
+
+    def ratio(name: str, figure: str, over: tuple[str, str], under: tuple[str, str]) -> None:
+        if found.keys() >= {over, under}:
+            told[name] = round(found[over][figure] / found[under][figure], 4)
+
+    rate, tight = "sessions_per_hour", "agents-x1-1.5"
+    ratio("collapse", rate, (tight, "before"), ("agents-x1-0.7", "before"))
+    ratio("hints_over_before", rate, (tight, "hints"), (tight, "before"))
+    ratio("four_over_one_replica", rate, (tight, "before"), (f"{tight}-one", "before"))
+    ratio("chats_p50_over_alone", "chats_ttft_p50_s", (f"{tight}-chats", "before"), ("chats", "before"))
+    return told
+
+
+def table(rows: Iterable[Row]) -> str:
+    names = ("sessions_per_hour", "session_p50_s", "session_p95_s", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s",
+             "ttft_below_2s", "recomputed", "chats_ttft_mean_s", "chats_ttft_p50_s", "busy")  # fmt: skip
+    cells = [(row.cell, row.variant, *(f"{row.figures[name]:.4g}" if name in row.figures else "" for name in names))
+             for row in rows]  # fmt: skip
+    return markdown(("cell", "variant", *names), cells)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _variants(text: str) -> list[str]:
+    names = text.split(",")
+    if strangers := set(names).difference(VARIANTS):
+        raise argparse.ArgumentTypeError(f"{min(strangers)!r} is none of {', '.join(VARIANTS)}")
+    return names
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=sessions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    add("--cells", default="*", help=f"names or patterns, joined by commas, of {', '.join((*CELLS, BURST))}")
+    add("--variants", type=_variants, help=f"of {','.join(VARIANTS)}, joined by commas (before; at 1.5 hints, too)")
+    add("--seeds", type=int, default=1, help="orders of the sessions (default %(default)s)")
+    add("--ends", type=int, default=LEAST_ENDS, help="fewest sessions by which a cell is measured (%(default)s)")
+    add("--quick", action="store_true", help="generated sessions at .7 and 1.5, one engine")
+    add("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="the burst's median TTFT over time, an .svg or .png")
+    return made
+
+
+def every(args: argparse.Namespace) -> list[Job]:
+    """Return the jobs of the command line. Raises ValueError if it names no cell."""
+    patterns = args.cells.split(",")
+    wanted: list[Cell | None] = [
+        cell for name, cell in CELLS.items() if any(fnmatch(name, pattern) for pattern in patterns)
+    ]
+    if args.quick:
+        wanted = [Cell("generated", overcommit=value, **QUICK) for value in (0.7, 1.5)]
+    elif any(fnmatch(BURST, pattern) for pattern in patterns):
+        wanted.append(None)
+    if not wanted:
+        raise ValueError(f"no cell is named {args.cells}")
+    jobs = []
+    for cell in wanted:
+        usual = list(VARIANTS) if cell == CELLS["agents-x1-1.5"] else ["before"]
+        for variant in args.variants or usual:
+            jobs += [Job(cell, variant, seed, args.ends) for seed in range(args.seeds)]
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    if min(args.seeds, args.ends, args.jobs) < 1:
+        parser().error("--seeds, --ends and --jobs from 1 on")
+    try:
+        rows, lines = measured(every(args), args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(rows), file=sys.stderr, flush=True)
+    told = [{"cell": row.cell, "variant": row.variant, **row.figures} for row in rows]
+    print(json.dumps({**ratios(rows), "burst": lines, "rows": told}), flush=True)
+    return drawn(partial(_draw, args.plot, lines)) if args.plot else 0
+
+
+def _draw(path: Path, lines: Mapping[str, Sequence[float]]) -> None:
+    """Draw the burst's medians. Raises OSError, ValueError."""
+    if not lines:
+        raise ValueError("there is nothing to draw: the burst was not played")
+    points = {name: ([BIN_S * at for at in range(len(ttft))], ttft) for name, ttft in lines.items()}
+    marks = [(200.0, "60 sessions more")]
+    save_figure(line_figure("60 sessions at once, beside one each 2 s", "seconds", "median TTFT, s", points, marks), path)
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Sessions in a closed loop on the virtual clock: the records add up, and the bench prints them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.bench.bench_sessions import Row, main, ratios
+from tests.bench.virtual_sessions import CHATS, ENGINE_BLOCK, Agents, Features, Load, Stretched, agents, figures, run
+
+from warmfleet_loadtest.traces.trace import Arrival
+
+FEW = 30
+
+
+def load(at_once: int) -> Load:
+    return Load(agents("generated", FEW).sessions, at_once, skip=at_once, ends=FEW - at_once)
+
+
+def test_a_stretched_prompt_is_a_sequence() -> None:
+    prompt = Stretched([1, 2, 3], 4)
+    whole = [token for token in (1, 2, 3) for _ in range(4)]
+    assert (len(prompt), list(prompt), prompt[5]) == (12, whole, 2)
+    assert all(prompt[start:end] == whole[start:end] for start in range(13) for end in range(start, 14))
+
+
+def test_generated_sessions_are_as_long_as_those_of_the_trace() -> None:
+    found = agents("generated", 200)
+    assert found.prefix_tokens == 17 * ENGINE_BLOCK
+    assert found.context_tokens == pytest.approx(18_100, rel=0.1)
+    assert sum(map(len, found.sessions)) / 200 == pytest.approx(10.7, rel=0.1)
+    steps = found.sessions[0]
+    assert list(steps[1].prompt[: len(steps[0].prompt)]) == list(steps[0].prompt)
+    assert found.at_once(1.5, 4) == pytest.approx(130, rel=0.1)
+
+
+def test_prompts_that_share_nothing_have_no_common_prefix() -> None:
+    assert Agents.of([[Arrival(0.0, number, [number] * 600, 8)] for number in range(2)]).prefix_tokens == 0
+
+
+async def test_every_step_is_served_once_and_computes_at_least_what_it_must(url: str) -> None:
+    """20 sessions at a time need more than one cache."""
+    wanted = load(20)
+    found = await run(url, replace(wanted, ends=0), Features(), engines=1, replicas=2)
+    assert sorted((step.session, step.number) for step in found.steps) == [
+        (session, number) for session, steps in enumerate(wanted.sessions) for number in range(len(steps))
+    ]
+    assert len(found.ended) == FEW
+    for step in found.steps:
+        assert step.ttft_s > 0
+        assert step.computed >= step.necessary or not step.number, "no other session has what a later step needs"
+    engine = found.workers[0].engine
+    assert engine.work_tokens >= sum(step.computed for step in found.steps) >= engine.work_tokens * 0.999
+    assert figures(found, replace(wanted, skip=0, ends=0))["recomputed"] > 0
+
+
+async def test_caches_that_are_too_small_are_the_cause(url: str) -> None:
+    told = {}
+    for at_once in (4, 20):
+        wanted = load(at_once)
+        found = await run(url, wanted, Features(header=True, ended=True, tail=True), engines=1)
+        assert len(found.ended) == wanted.ends
+        began = sorted(record.began_s for record in found.records.values())
+        assert sum(at < 60.0 for at in began) >= at_once
+        told[at_once] = figures(found, wanted)
+    assert told[4]["recomputed"] < 0.05
+    assert told[20]["recomputed"] > 3 * max(told[4]["recomputed"], 0.05)
+
+
+async def test_chats_beside_are_told_apart(url: str) -> None:
+    beside = tuple(Arrival(2.0 * at, CHATS + at, [at + 1] * 3_000, 20) for at in range(10))
+    wanted = replace(load(2), ends=6, skip=2, beside=beside)
+    told = figures(await run(url, wanted, Features(), engines=1), wanted)
+    assert told["sessions"] == 4
+    assert 0 < told["chats"] <= 10
+    alone = Load((), beside=beside)
+    assert figures(await run(url, alone, Features(), engines=1), alone)["chats"] == 10
+
+
+def test_ratios_are_of_the_cells_that_were_played() -> None:
+    rows = [
+        Row("agents-x1-0.7", "before", {"sessions_per_hour": 2_400.0}),
+        Row("agents-x1-1.5", "before", {"sessions_per_hour": 1_200.0}),
+    ]
+    assert ratios(rows) == {"collapse": 0.5}
+
+
+def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--ends", "5", "--jobs", "1"]) == 0
+    printed = capsys.readouterr()
+    told: dict[str, Any] = json.loads(printed.out)
+    assert [row["cell"] for row in told["rows"]] == ["generated-x1-0.7", "generated-x1-1.5"]
+    assert all(row["sessions_per_hour"] > 0 for row in told["rows"])
+    assert "| generated-x1-0.7 | before |" in printed.err
+    assert main(["--cells", "nosuch"]) == 1
