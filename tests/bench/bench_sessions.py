@@ -15,12 +15,13 @@ begin at their own times, .5 a second, and 60 more at 200 s.
 `--variants` are `before`: no hints and no settings, and `hints`: clients name their sessions and say which step is
 the last, and engines evict by T-LRU, which heeds that.
 
-A table goes to standard error. The last line of standard output is one JSON object: `rows` has the figures of every cell and
-variant (means over seeds); `sessions_per_hour`, `session_p50_s` and `session_p95_s` (from first step to last answer),
-the TTFT of steps, `recomputed` (tokens computed again, over the necessary ones: those that the session's prompt before
-did not have in complete blocks), `held_first_steps` and `longest_hold_s` (0, as nothing holds sessions). `burst` is the
-median TTFT of the steps that came in each 100 s. The ratios: `collapse` (sessions an hour at overcommit 1.5 over those
-at .7), `hints_over_before` (1.5), `four_over_one_replica` and `chats_p50_over_alone`. Without its cells a ratio is missing.
+A table goes to standard error. The last line of standard output is one JSON object. Its `rows` have the figures of
+every cell and variant, as means over seeds: `sessions_per_hour`, the time of a session from its first step to its last
+answer, the time to first token (TTFT) of steps, `recomputed` (tokens computed again, over the necessary ones: a step
+needs those that complete blocks of the session's last prompt do not have), `held_first_steps` and `longest_hold_s` (0,
+as nothing holds sessions). `burst` has the median TTFT of the steps that came in each 100 s. Ratios: `collapse`
+(sessions an hour at overcommit 1.5 over those at .7), `hints_over_before` (at 1.5), `four_over_one_replica` and
+`chats_p50_over_alone`. A ratio whose cells were not played is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 from tests.bench.virtual_plots import drawn
-from tests.bench.virtual_sessions import CHAT_RATE, Features, Load, SessionCluster, agents, burst, chats, figures, run
+from tests.bench.virtual_sessions import Features, Load, SessionCluster, agents, burst, chats, figures, run
 from tests.bench.virtual_store import private_server
 
 from warmfleet.errors import WarmfleetError
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
 
 ENGINES, REPLICAS = 4, 4
 KNOWN = 275  # sessions of which the mean context is taken: those of the trace
-LEAST_ENDS = 150  # sessions that end while figures are taken, or as many as run at a time
+LEAST_ENDS = 150  # sessions that end while figures are taken; more if more than these run at a time
+CHATS_ALONE_S = 500.0
 BIN_S = 100.0
 BURST_SESSIONS = 700  # more than begin
 
@@ -80,13 +82,13 @@ class Cell:
         more = ("-chats" if self.chats else "") + ("-one" if self.replicas == 1 else "")
         return f"{self.source}-x{self.gaps:g}-{self.overcommit:g}{more}"
 
-    def load(self, seed: int, least: int) -> Load:
-        """least: sessions that end while figures are taken."""
+    def load(self, seed: int, counted: int) -> Load:
+        """Return the load of a run. counted: sessions that end while figures are taken; 0: the usual number."""
         beside = chats() if self.chats else ()
         if not self.overcommit:
-            return Load((), beside=tuple(chat for chat in beside if chat.at_s < least * 4 / CHAT_RATE))
+            return Load((), beside=tuple(chat for chat in beside if chat.at_s < CHATS_ALONE_S))
         number = agents(self.source, KNOWN, seed).at_once(self.overcommit, self.engines)
-        ends = number + max(least, number)
+        ends = number + (counted or max(LEAST_ENDS, number))
         return Load(agents(self.source, number + ends, seed).sessions, number, number, ends, self.gaps, beside)
 
 
@@ -102,7 +104,6 @@ CELLS = {
     )
 }
 BURST = "burst"
-QUICK = {"engines": 1, "replicas": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class Job:
     cell: Cell | None
     variant: str
     seed: int
-    least: int
+    counted: int
 
     def run(self) -> dict[str, Any]:
         features = VARIANTS[self.variant]
@@ -121,7 +122,7 @@ class Job:
                 load = burst(agents("agents", BURST_SESSIONS, self.seed))
                 cluster = uvloop.run(run(url, load, features, engines=ENGINES, replicas=REPLICAS, seed=self.seed))
                 return {**figures(cluster, load), "medians": medians(cluster)}
-            load, size = self.cell.load(self.seed, self.least), (self.cell.engines, self.cell.replicas)
+            load, size = self.cell.load(self.seed, self.counted), (self.cell.engines, self.cell.replicas)
             cluster = uvloop.run(run(url, load, features, engines=size[0], replicas=size[1], seed=self.seed))
             return figures(cluster, load)
 
@@ -206,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cells", default="*", help=f"names or patterns, joined by commas, of {', '.join((*CELLS, BURST))}")
     add("--variants", type=_variants, help=f"of {','.join(VARIANTS)}, joined by commas (before; at 1.5 hints, too)")
     add("--seeds", type=int, default=1, help="orders of the sessions (default %(default)s)")
-    add("--ends", type=int, default=LEAST_ENDS, help="fewest sessions by which a cell is measured (%(default)s)")
+    add("--ends", type=int, default=0, help=f"sessions that end while figures are taken (at least {LEAST_ENDS})")
     add("--quick", action="store_true", help="generated sessions at .7 and 1.5, one engine")
     add("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="the burst's median TTFT over time, an .svg or .png")
@@ -220,7 +221,7 @@ def every(args: argparse.Namespace) -> list[Job]:
         cell for name, cell in CELLS.items() if any(fnmatch(name, pattern) for pattern in patterns)
     ]
     if args.quick:
-        wanted = [Cell("generated", overcommit=value, **QUICK) for value in (0.7, 1.5)]
+        wanted = [Cell("generated", overcommit=value, engines=1) for value in (0.7, 1.5)]
     elif any(fnmatch(BURST, pattern) for pattern in patterns):
         wanted.append(None)
     if not wanted:
@@ -236,8 +237,8 @@ def every(args: argparse.Namespace) -> list[Job]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
-    if min(args.seeds, args.ends, args.jobs) < 1:
-        parser().error("--seeds, --ends and --jobs from 1 on")
+    if min(args.seeds, args.jobs) < 1 or args.ends < 0:
+        parser().error("--seeds and --jobs from 1 on, --ends from 0 on")
     try:
         rows, lines = measured(every(args), args.jobs)
     except (OSError, ValueError, WarmfleetError) as error:
@@ -255,7 +256,7 @@ def _draw(path: Path, lines: Mapping[str, Sequence[float]]) -> None:
         raise ValueError("there is nothing to draw: the burst was not played")
     points = {name: ([BIN_S * at for at in range(len(ttft))], ttft) for name, ttft in lines.items()}
     marks = [(200.0, "60 sessions more")]
-    save_figure(line_figure("60 sessions at once, beside one each 2 s", "seconds", "median TTFT, s", points, marks), path)
+    save_figure(line_figure("One session each 2 s, and 60 at once", "seconds", "median TTFT, s", points, marks), path)
 
 
 if __name__ == "__main__":

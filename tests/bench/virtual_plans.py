@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), BLOCK_TOKENS)
 #: The queue of a fleet with default settings.
-QUEUE = QueueLimits(
-    next(setting.default for setting in fields(Settings) if setting.name == "max_engine_wait_s"), patience=QUEUE_PATIENCE
-)
+QUEUE = QueueLimits(inspect.signature(Settings).parameters["max_engine_wait_s"].default, patience=QUEUE_PATIENCE)
 DIRECT = 1_000_000  # sessions of this number and above go past the fleet
 
 

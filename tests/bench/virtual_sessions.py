@@ -134,20 +134,19 @@ def _numbered(steps: Steps, session: int) -> Steps:
 
 
 def _generated(number: int, seed: int) -> list[Steps]:
-    """Make sessions with the trace's statistics: 10 steps, 9,000 tokens at first, 2,900 more with each step."""
+    """Make sessions with the trace's statistics: 10 steps, 9,000 tokens at first, 2,500 more with each step."""
     generator, fresh = random.Random(seed), count(100)
-    system, times = list(range(17)), ENGINE_BLOCK // BLOCK_TOKENS
+    system, times = [token for identifier in range(17) for token in block(identifier)], ENGINE_BLOCK // BLOCK_TOKENS
     made = []
     for session in range(number):
-        size = len(system) * BLOCK_TOKENS + generator.lognormvariate(5.5, 0.4)
-        ids, steps = list(system), []
+        text, size, steps = list(system), len(system) + generator.lognormvariate(5.5, 0.4), list[Arrival]()
         for step in range(max(2, min(30, round(generator.lognormvariate(2.3, 0.4))))):
-            ids += [next(fresh) for _ in range(math.ceil(size / BLOCK_TOKENS) - len(ids))]
-            prompt = [token for identifier in ids for token in block(identifier)][: int(size)]
+            while len(text) < size:
+                text += block(next(fresh))
             answer = max(1, round(generator.lognormvariate(4.85, 0.6)))
             think = generator.lognormvariate(0.9, 0.85) if step else None
-            steps.append(Arrival(0.0, session, Stretched(prompt, times), answer, think))
-            size = min(size + generator.lognormvariate(4.93, 0.75), LONGEST / times - 256)
+            steps.append(Arrival(0.0, session, Stretched(text[: int(size)], times), answer, think))
+            size = min(size + generator.lognormvariate(4.78, 0.75), LONGEST / times - 256)
         made.append(steps)
     return made
 
@@ -318,7 +317,9 @@ def _common(left: Sequence[bytes], right: Sequence[bytes]) -> int:
     return bisect_left(range(min(len(left), len(right))), True, key=lambda at: left[at] != right[at])
 
 
-async def run(url: str, load: Load, features: Features, *, engines: int = 4, replicas: int = 4, seed: int = 0) -> SessionCluster:
+async def run(
+    url: str, load: Load, features: Features, *, engines: int = 4, replicas: int = 4, seed: int = 0
+) -> SessionCluster:
     """Play a load, and return the cluster with its records. Raises RuntimeError if the queue refused a request."""
     made = partial(SessionCluster, load=load, features=features)
     cluster = (await play(url, load.trace(seed), features.plan(engines, replicas, seed), made)).cluster
