@@ -12,6 +12,7 @@ from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_worker.eviction import next_prompt
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.protocol.wire import ENDED_MARK, RESERVATION_PREFIX
 
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
 CONFIG = EngineConfig(SCHEME, Limits(max_model_len=992), 64, StepCosts(base_s=0.0, prefill_token_s=0.001))
@@ -24,8 +25,8 @@ def no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(engine: Scheduler, name: str, tokens: int) -> int:
-    """Answer a prompt with one token. Returns how many of its tokens were cached."""
-    request = Request(name, NAMES[name][:tokens], 1, [9])
+    """Answer a prompt with one token, that of the name's last letter. Returns how many of its tokens were cached."""
+    request = Request(name, NAMES[name[-1]][:tokens], 1, [9])
     engine.add(request)
     while (step := engine.schedule()) is not None:
         engine.complete(step)
@@ -70,3 +71,12 @@ def test_a_request_that_is_aborted_is_over_and_a_waiting_one_never_began() -> No
     engine.abort(running)
     assert pool.eviction.tagged == 3  # of 20 blocks: ceil((320 - 50) / 16) = 17 stay
     assert pool.free == 63
+
+
+def test_a_conversation_that_has_ended_goes_first() -> None:
+    """63 blocks, of which a, b and c need 60, and d 20: LRU evicts a, but b has ended."""
+    engine = replace(CONFIG, ttft_target="9").scheduler(clock=lambda: 1.0)
+    ended = f"cmpl-{RESERVATION_PREFIX}{'x' * 22}.{ENDED_MARK}b"
+    for name in ("a", ended, "c", "d"):
+        answer(engine, name, 320)
+    assert answer(engine, "a", 320) == 304

@@ -46,6 +46,24 @@ async def test_a_requests_time_is_its_steps() -> None:
     assert router.calls == ["choose 2.00", "started", "finished"]
 
 
+async def test_a_step_that_reads_the_weights_longer_than_it_computes_lasts_so_long() -> None:
+    costs = StepCosts(0.01, 0.001, decode_request_s=0.002, weights_s=0.05)
+    fleet = VirtualFleet(engines(costs=costs), Always())
+    (served,) = await fleet.run(Trace("t", (Arrival(2.0, 0, list(range(100)), 3),)))
+    assert served.ttft_s == pytest.approx(0.01 + 0.1)
+    assert fleet.engines[0].busy_s == pytest.approx(0.11 + 2 * (0.01 + 0.05))
+
+
+async def test_a_run_ends_when_it_is_stopped() -> None:
+    class Stops(Always):
+        async def started(self, request: Request, engine: int, now: float) -> None:
+            fleet.stop()
+
+    fleet = VirtualFleet(engines(), Stops())
+    arrivals = tuple(Arrival(float(k), k, [k] * 100, 5) for k in range(3))
+    assert len(await fleet.run(Trace("t", arrivals))) == 1
+
+
 async def test_overheads_of_the_api_server_count_but_block_no_step() -> None:
     costs = StepCosts(0.01, 0.001, request_s=0.2, request_token_s=0.001, first_token_s=0.05)
     arrivals = (Arrival(0.0, 0, [1] * 50, 1), Arrival(0.0, 1, [2] * 50, 1))
