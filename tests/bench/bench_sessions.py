@@ -1,6 +1,6 @@
 """Agents whose contexts overfill the caches, on the virtual clock: how many sessions does a fleet serve an hour?
 
-    make -s bench NAME=sessions                                        # all of it: a quarter of an hour of two cores
+    make -s bench NAME=sessions                                        # all of it: half an hour of two cores
     make -s bench NAME=sessions ARGS="--quick"                         # a first look, needs no trace: half a minute
     make -s bench NAME=sessions ARGS="--cells 'agents-x1-*' --seeds 3"
     make -s bench NAME=sessions ARGS="--cells burst --plot burst.svg"
