@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 ENGINES, REPLICAS = 4, 4
 KNOWN = 275  # sessions of which the mean context is taken: those of the trace
 LEAST_ENDS = 150  # sessions that end while figures are taken; more if more than these run at a time
+QUICK_ENDS = 30
 CHATS_ALONE_S = 500.0
 BIN_S = 100.0
 BURST_SESSIONS = 700  # more than begin
@@ -226,11 +227,12 @@ def every(args: argparse.Namespace) -> list[Job]:
         wanted.append(None)
     if not wanted:
         raise ValueError(f"no cell is named {args.cells}")
+    ends = args.ends or (QUICK_ENDS if args.quick else 0)
     jobs = []
     for cell in wanted:
         usual = list(VARIANTS) if cell == CELLS["agents-x1-1.5"] else ["before"]
         for variant in args.variants or usual:
-            jobs += [Job(cell, variant, seed, args.ends) for seed in range(args.seeds)]
+            jobs += [Job(cell, variant, seed, ends) for seed in range(args.seeds)]
     return jobs
 
 
