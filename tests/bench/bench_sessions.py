@@ -17,11 +17,11 @@ the last, and engines evict by T-LRU, which heeds that.
 
 A table goes to standard error. The last line of standard output is one JSON object. Its `rows` have the figures of
 every cell and variant, as means over seeds: `sessions_per_hour`, the time of a session from its first step to its last
-answer, the time to first token (TTFT) of steps, `recomputed` (tokens computed again, over the necessary ones: a step
-needs those that complete blocks of the session's last prompt do not have), `held_first_steps` and `longest_hold_s` (0,
-as nothing holds sessions). `burst` has the median TTFT of the steps that came in each 100 s. Ratios: `collapse`
-(sessions an hour at overcommit 1.5 over those at .7), `hints_over_before` (at 1.5), `four_over_one_replica` and
-`chats_p50_over_alone`. A ratio whose cells were not played is missing.
+answer, the time to first token (TTFT) of steps, and `recomputed` (tokens computed again, over the necessary ones: a
+step needs those that complete blocks of the session's last prompt do not have). `burst` has the median TTFT of the
+steps that came in each 100 s. Ratios: `collapse` (sessions an hour at overcommit 1.5 over those at .7),
+`hints_over_before` (at 1.5), `four_over_one_replica` and `chats_p50_over_alone`. A ratio whose cells were not played
+is missing.
 """
 
 from __future__ import annotations

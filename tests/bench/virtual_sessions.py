@@ -348,8 +348,6 @@ def figures(cluster: SessionCluster, load: Load) -> dict[str, float]:
             "ttft_p99_s": quantile(ttft, 0.99),
             "ttft_below_2s": bisect_left(ttft, SOON_S) / len(ttft),
             "recomputed": sum(step.computed for step in own) / necessary - 1,
-            "held_first_steps": 0,  # no part of the fleet holds sessions
-            "longest_hold_s": 0.0,
             "sessions": len(lasted),
             "at_once": load.at_once,
         }
