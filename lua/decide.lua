@@ -125,7 +125,8 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
   end
   local function everybody()
     if exclude == "" and split then return s end
-    local everyone = select(2, alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, ""))
+    local everyone, _ = alive, nil
+    if exclude ~= "" then _, everyone = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "") end
     return candidates(all, everyone, median, replica, prompt_tokens, now, block_tokens, false, true)
   end
   s.waits = others_wait or not has_room()

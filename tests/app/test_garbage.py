@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.engines.scripted import STREAM_HEAD, chunk, engine, event, freezing, reply, reset
 from tests.support.polling import poll
+from tests.support.redis.gate import gate
 from tests.support.replicas.replica import replica
 
 from warmfleet import main
@@ -65,6 +66,10 @@ async def plain_reset_midway(_: Engine, _seen: Seen, writer: asyncio.StreamWrite
     reset(writer)
 
 
+async def dies(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reset(writer)
+
+
 async def refused(_: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
     reply(writer, b"", "503 Service Unavailable")
 
@@ -101,6 +106,7 @@ async def sent(router: Replica, raw: bytes, until: bytes) -> None:
         pytest.param(reset_midway, b"upstream_gone", id="the engine dies"),
         pytest.param(plain_reset_midway, b"begun", id="the engine dies in a plain answer"),
         pytest.param(refused, b"\r\n\r\n", id="the engine refuses"),
+        pytest.param(dies, b"error", id="the engine dies before its answer"),
     ],
 )
 async def test_what_a_request_held_is_free_when_it_has_ended(
@@ -111,6 +117,42 @@ async def test_what_a_request_held_is_free_when_it_has_ended(
     async with engine(model, answer) as upstream, replica(valkey_url, model, upstream.url) as router:
         for _ in range(3):
             await sent(router, request, until)
+        await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free", every_s=LOOK_S)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("away", [False, True], ids=["nobody serves it", "Redis is away"])
+async def test_what_a_request_held_is_free_if_redis_chose_no_worker(valkey_url: str, model: str, away: bool) -> None:
+    body = json.dumps({"model": model, "prompt": "x" * 100}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with gate(valkey_url) as door, engine(model, plain) as upstream:
+        url = f"redis://127.0.0.1:{door.port}"
+        async with replica(url, model, *[upstream.url] if away else [], look_url=valkey_url) as router:
+            if away:
+                await router.routable(1)
+                await door.shut()
+            for _ in range(3):
+                await sent(router, request, b'"choices"' if away else b"no_worker")
+            await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free", every_s=LOOK_S)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_what_a_request_held_is_free_if_another_engine_served_it(valkey_url: str, model: str) -> None:
+    body = json.dumps({"model": model, "prompt": "x" * 100}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    answers = iter((dies, plain))  # of the two engines the one that is asked first dies
+
+    async def answer(asked: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await next(answers)(asked, seen, writer)
+
+    async with (
+        engine(model, answer) as one,
+        engine(model, answer) as other,
+        replica(valkey_url, model, one.url, other.url) as router,
+    ):
+        await router.routable(2)
+        await sent(router, request, b'"choices"')
+        assert await router.metric('warmfleet_retries_total{where="another"}') == 1
         await poll(lambda: not left(), ALL_DONE_S, f"{left()} are free", every_s=LOOK_S)
 
 

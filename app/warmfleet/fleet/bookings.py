@@ -322,7 +322,7 @@ class Bookings:
         scripts = self._scripts
         now_ms = int((await scripts.ask("TIME"))[0]) * 1000
         expired: int = await scripts.ask("ZCOUNT", scripts.keys.leases, "-inf", now_ms)
-        # For an id that was never booked, lua/settle.lua only ends expired reservations.
+        # For an id that was never booked, `finished` makes lua/settle.lua end expired reservations, and nothing else.
         for _ in range(-(-min(expired, REAP_AT_ONCE) // REAPED_PER_SETTLE)):
             await self.settle("nothing", "finished")
         return expired

@@ -88,6 +88,8 @@ class Hasher:
 
     def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
+        if not self._table:
+            raise IndexError
         join, new, head, size = b"".join, self._new, self._head, self.scheme.hash_block_tokens
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
         # All ids are looked up in one call. With the 0 at the end, which zip leaves over, the result is always a tuple.

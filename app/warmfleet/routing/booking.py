@@ -143,6 +143,17 @@ class Booking:
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
 
+    def raise_error(self) -> None:
+        """Raise the error of the last question, and keep it no longer: its traceback would hold this booking's frames,
+        with the body, until the next full collection of garbage.
+        """
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+
     def booked(self, decision: Decision) -> None:
         """Note that Redis booked the request's load at a worker, and renew the lease from now on."""
         self.state = BOOKED

@@ -68,15 +68,11 @@ class Decider:
         """
         booking = attempt.chosen
         await self.ask(job, booking, may_wait=may_wait, displaces=True)
-        answer, error = booking.answer, booking.error
-        if isinstance(error, CancelledReservation | RateLimited):  # about the request: Redis is well
-            booking.error = None
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would hold this frame, with the body, until a collection of garbage
+        answer = booking.answer
+        if isinstance(booking.error, CancelledReservation | RateLimited):  # about the request: Redis is well
+            booking.raise_error()
         if answer is None:
-            return await self.without_redis(job, attempt, booking, reason_of(error))
+            return await self.without_redis(job, attempt, booking, reason_of(booking.error))
         if isinstance(answer, Decision):
             self.keep(job, attempt, answer)
         elif answer.outcome == "queued":
@@ -84,8 +80,8 @@ class Decider:
         return answer
 
     async def ask(self, job: Job, booking: Booking, *, may_wait: bool, displaces: bool = False) -> None:
-        """Ask for a decision in the booking's pool, and put the answer or the error into the booking; neither if Redis
-        is not asked now.
+        """Ask for a decision in the booking's pool, and put the answer or the error into the booking. If Redis is not
+        asked now, the answer is STILL_QUEUED for a request that keeps its place, else neither is set.
 
         may_wait: see ``decide``. displaces: in a full queue the ticket may take the place of another. Without Redis no
         worker is chosen here. A caller that asks several pools calls ``keep`` for the decision that counts.
@@ -101,7 +97,7 @@ class Decider:
             if self._goes_on_waiting(job, booking, error):
                 booking.answer = STILL_QUEUED
             else:
-                booking.error = error
+                booking.error = error.with_traceback(None)  # a traceback would hold this frame, which holds the booking
             return
         finally:
             self._of_model(pool.tag)[0].observe(time.perf_counter() - booking.asked_at)

@@ -368,7 +368,7 @@ def _raise_refusal(asked: Sequence[Booking]) -> None:
     if not any(isinstance(booking.answer, Decision) and booking.answer.outcome == "known" for booking in asked):
         for booking in asked:
             if isinstance(booking.error, CancelledReservation):
-                raise booking.error
+                booking.raise_error()
 
 
 def _line(booking: Booking) -> Queued | None:

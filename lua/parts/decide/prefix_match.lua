@@ -10,7 +10,7 @@ blocks and 8 times as many for chains; beyond that a match is a lower bound and 
 Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, and the key of the
 leases' records. Returns an error reply, or nil. Adds to the state, by candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
-  counted (true if a reservation is to compute a chain with the same block 1 there)
+  counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
   node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is
   to name this request's reservation as its maker)
 and for all: chain_of (scheme -> position in ARGV), block (tokens of the largest blocks), flagged.

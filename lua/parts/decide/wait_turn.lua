@@ -12,7 +12,8 @@ joined by commas), rows (of all workers), now_us, waited_ms, constants (of the r
 queue when this one enters; 0: the request gets no ticket, loses one that it has, and displaces none), displaces (in a
 full queue it may take the place of another), prefix of the keys, per_minute (tokens, if its client has such a limit),
 dry (nothing is written).
-Sets s.room (seconds of room, by candidate) if the request need not wait, else s.turn_at (the candidate of its price).
+Sets s.turn_at (the candidate of the request's price) if it has a ticket, and s.room (seconds of room that waiting
+requests leave over, by candidate) once it looks for such room.
 Returns one of
   {QUEUED, FULL or DISPLACED (another request took its place, and no place is left), number of tickets, ms of work in
   them, price of the turn in seconds, tokens of the prompt that the worker of this price holds}

@@ -88,7 +88,7 @@ class Retries:
 
     def worker_failed(self, pool: Pool, decision: Decision, error: UpstreamGone) -> None:
         """Exclude this worker from the next attempt. Raises ``error`` if no other attempt may follow."""
-        self._failure = error
+        self._failure = error.with_traceback(None)  # a traceback would hold frames that hold this object
         gone = error.refused and not error.answered
         self._deaths += not error.refused
         by_name = isinstance(error, NameRefused)
@@ -130,5 +130,9 @@ class Retries:
         Raises if this attempt avoided no worker.
         """
         if not avoided_some:
-            raise self._failure or error  # no worker is left: the client gets the last worker's failure
+            failure, self._failure = self._failure or error, None
+            try:
+                raise failure  # no worker is left: the client gets the last worker's failure
+            finally:
+                del failure, error  # or their traceback would hold this frame, and this frame them
         self.avoids_failing = False
