@@ -83,8 +83,8 @@ def timed(url: str, texts: dict[str, str], workers: int, blocks: int, calls: int
         for name in sorted(shas, reverse=number % 2 == 1):
             ids, commands = asked(shas[name], some)
             best[name] = min(best[name], store.burn(commands))
-            store.burn([store.settle_args(one) for one in ids])
-        store.burn([store.settle_args(one) for one in standing])
+            store.burn([store.settle_args(booked) for booked in ids])
+        store.burn([store.settle_args(booked) for booked in standing])
     return best
 
 
