@@ -168,6 +168,7 @@ async def test_a_replica_that_cannot_reach_an_engine_leaves_it_to_the_others(
         monkeypatch.setattr(b.addresses, "name", lambda _urls: None)
         b.addresses._named = set()
         for checks in (b, a, b, a, b):
+            await asyncio.sleep(0.1)  # checks are apart by more than a call to Redis takes, as in a fleet
             await checks.round()
             assert await a.slot(engine.url) == slot
             assert (await a.workers())[engine.url].state == "approximate"
