@@ -6,7 +6,8 @@ same choice. An id that is booked already gets its stored answer; an id that end
 Steps (each a part, see lua/README.md; before step 2 shared/client_limits may refuse a client over its limits):
 1. shared/candidates: the workers that are alive and routable, with what is booked on each.
 2. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
-3. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again.
+3. decide/cost_rule: the choice; decide/verified_choice checks the winner's match and may choose again. While the ledger
+   of sessions binds, decide/session may choose the engine of the request's session, or hold the request.
 4. decide/wait_turn, only while other requests wait or the choice has no room: the request may have to wait.
 5. decide/reserve: the choice is booked.
 
@@ -21,16 +22,20 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       gets one, in a full queue in place of another if that is fair; 2: it gets one if the queue is not full),
       barred (the ids in exclude that can never serve the request, unlike a worker that only failed just now),
       limits (of the client's key, packed; empty: none; one byte more: the request was admitted before),
+      session (empty: the request has no part in the ledger; else a byte, the sum of Hint values, and the session's id,
+      empty if it is not known),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
-      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why}, in mode 2 then what DRY returns after
-      why; for a client with limits, last of all {requests of the client in flight, tokens that it has used}; or
+      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none)}, in mode 2 then
+      what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens that it has used}; or
       {QUEUED, FULL or DISPLACED, number of waiting tickets, ms of work in them, price of the turn in seconds
       (decide/wait_turn), matched_tokens}: nothing is booked, and only with QUEUED the request has a ticket; or
       {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass}: nothing is
-      booked; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
+      booked; or {HELD, session's id, number of sessions before it in the line, sessions in the line, ms until its turn as
+      predicted, 1 if it was paused, else 0}: nothing is booked, and hold tells its turn; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
 Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait; at most 8 leases reaped
-Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
+Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
+      session_line, places, way:<tenant><hash>
 --]]
 local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key =
   unpack(KEYS)
@@ -38,15 +43,15 @@ local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
-local waited_ms, may_wait, barred, limits = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18]
+local waited_ms, may_wait, barred, limits, session = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18], ARGV[19]
 
-local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 19, 4, 2147483647
+local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 20, 4, 2147483647
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
 
 if id == "" or policy ~= "cost" and not POLICIES[policy]
     or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens and order
-    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits)
+    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits and session)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
     or limits ~= "" and (#limits < LIMITS_BYTES or #limits > LIMITS_BYTES + 1 or #id < CLIENT_AT)
@@ -77,7 +82,7 @@ if known then
   if stage == STAGE_TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
   local worker = sub(known, worker_at, worker_at + length - 1)
   local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
-  return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known" }
+  return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known", "" }
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
@@ -86,7 +91,7 @@ if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_
 
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
-local all, alive, median = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
+local all, alive, median, binds = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
 local block_tokens, chained = 1, false
 for k = FIRST_CHAIN + 1, #ARGV, 3 do
   block_tokens, chained = max(block_tokens, tonumber(ARGV[k]) or 1), chained or ARGV[k + 1] ~= ""
@@ -109,6 +114,16 @@ s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_ro
 local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
+
+local note_session -- a function to call once the request is booked
+if binds and session ~= "" and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
+  local held, engine, word
+  held, engine, word, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
+    priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,
+    leases_key = leases_key })
+  if held then return held end
+  if engine ~= w then w, why, match_seen = engine, word or why, s.matched[engine] or 0 end
+end
 
 local served -- a function to call with the request's work once it is booked
 -- A worker without prefill ahead has room in any case. With a policy that looks at no costs, a request does not wait
@@ -148,10 +163,11 @@ local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.row
 if mode == MODE_DRY then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen) end
 local expires_ms = now + replica.lease_ms
 local prefill, context = reserve(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
+local noted = note_session and note_session(w, context) or ""
 if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
-  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why }
+  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why, noted }
 if mode == MODE_EXPLAIN then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
 if client then -- after `served`, which ended what the ticket counted
   client.hold(now + replica.lease_ms)

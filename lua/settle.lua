@@ -17,16 +17,17 @@ ARGV: prefix, id, outcome (started; due: as started, but estimated by a replica'
         tokens to give back; empty: not known)
       held_blocks, age_ms: for an approximate worker, the blocks of the prompt that it had when the request came, if
         fewer than the decision predicted, and the longest time for which the request may have been there
+      session, finish, context_tokens: for a request of a session in the ledger, settle/session describes them
 Returns: {STARTED, SETTLED, UNKNOWN (never booked, or ended long ago) or SAME (nothing is changed)}; after SETTLED the
       cached tokens of the prompt, if the engine reported them and they were compared with the predicted match
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
-Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>
+Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions, places
 --]]
 local load_key, leases_key, lease_key = unpack(KEYS)
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
-local CLIENT_TOKENS, HELD_BLOCKS, AGE_MS = 6, 7, 8
+local CLIENT_TOKENS, HELD_BLOCKS, AGE_MS, SESSION_ID, FINISH, CONTEXT_TOKENS = 6, 7, 8, 9, 10, 11
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -79,6 +80,10 @@ else
   row = release.load(lease, outcome == "unsent")
   local client = release.client(id)
   if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or 0) end
+  local session = ARGV[SESSION_ID]
+  if session then
+    (include "settle/session")(prefix, now, session, ARGV[FINISH], tonumber(ARGV[CONTEXT_TOKENS]) or 0)
+  end
 end
 
 -- Tell whether the worker is approximate and has computed the prompt. If so, note the prompt in its mirror: at the end

@@ -11,18 +11,19 @@ Pace: a tick grants its caller Redis time for apply: share_permille of the time 
 it count), twice that while over RUSH_ENTRIES entries wait. All replicas together get no more.
 
 ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxmemory; -1: unknown), short_ms,
-      share_permille
+      share_permille, constants (packed, see shared/constants)
 Returns: {1 if this call did the work else 0, grace 0/1, number of retired slots, memory short 0/1, granted us, then
       names: events:<id> or server:<id> (a stream with a backlog), snapshot:<id> (the events stream of a worker that
       sends a snapshot, to be applied after the others), forget:<id> (a worker to be forgotten)}
 Cost: O(max_streams), <= 150 us idle; once a second O(workers)
-Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>
+Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>, yields:<worker_id>, sessions,
+      session_line, places
 --]]
 local tick_key, hello_key, cursor_key, alive_key, alive_servers_key, servers_key, load_key, resync_key, retired_key,
   counts_key, workers_key, ejections_key = unpack(KEYS)
 local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local short_ms, share_permille = tonumber(ARGV[7]), tonumber(ARGV[8])
+local short_ms, share_permille, constants = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
 local SHORT_FROM, SHORT_TO = 850, 750 -- permille of maxmemory: short from SHORT_FROM on, until below SHORT_TO
 local LEAST_MS, KEPT_MS, RUSH_ENTRIES = 16, 200, 4096 -- ms since a tick that a grant counts: least, most; see Pace
 local SHADOWS_AT_ONCE, REISSUE_MS = 2, 30000
@@ -34,6 +35,7 @@ local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before = call("GET", tick_key) or ""
 local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
+local bound = before:sub(-2) == " B" -- the ledger of sessions binds
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
 start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: median size of the engines' caches, in blocks
 short = tonumber(short) or 0 -- the time since which memory is short (ms; 0: it is not)
@@ -161,9 +163,15 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
   local keys = { alive_key = alive_key, alive_servers_key = alive_servers_key, servers_key = servers_key,
     load_key = load_key, workers_key = workers_key, ejections_key = ejections_key }
-  median, room = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
+  local rows
+  median, room, rows = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
+  local replica = (include "shared/constants")(constants)
+  if bound or replica and replica.held_max_ms > 0 then
+    bound = replica and replica.held_max_ms > 0 and short == 0 and (include "tick/sessions")(prefix, now, replica, rows, bound)
+  end
   local trials = include "tick/trials"
   trials(keys, now, ttl_ms, grace)
 end
-call("SET", tick_key, string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room))
+local state = string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room)
+call("SET", tick_key, bound and state .. " B" or state)
 return answer

@@ -51,6 +51,9 @@ local CLIENT_AT = 26 -- the position of a limited client's tag in a reservation'
 local LIMITS = ">I4I4" -- a client's limits: requests in flight, tokens per minute; 0: no such limit
 local LIMITS_BYTES = 8 -- length of LIMITS; a ninth byte marks a request that was admitted before
 
+-- The ledger of sessions (shared/sessions)
+local ADMIT = 0.8 -- share of an engine's capacity up to which sessions are let in
+
 -- The queue (shared/tickets). Flow: priority class and tenant. Place: time in us, as digits, that sorts tickets
 local FLOW_BYTES = 9
 local PLACE_BYTES = 16

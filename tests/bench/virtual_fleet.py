@@ -29,6 +29,8 @@ from warmfleet.fleet import (
     Queued,
     QueueLimits,
     Renewal,
+    SessionEnd,
+    SessionLimits,
     Shortfall,
     Weights,
 )
@@ -61,7 +63,7 @@ class Plan:
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
-    queue: limits of the fleet's queue; by default requests never wait. tenants: 8 bytes for sessions that are not of
+    queue: limits of the fleet's queue; by default requests never wait. sessions: of the ledger; by default there is none. tenants: 8 bytes for sessions that are not of
     the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
     sorting: each request gets the priority that routers send to engines that sort.
     pools: how many engines each pool of the served model has; empty: it has one pool. depth_tokens: of a prompt's
@@ -80,6 +82,7 @@ class Plan:
     known: Literal["reported", "booked", "no"] = "reported"
     stock: frozenset[int] = frozenset()
     queue: QueueLimits = field(default_factory=QueueLimits)
+    sessions: SessionLimits = field(default_factory=SessionLimits)
     tenants: Mapping[int, bytes] = field(default_factory=dict)
     dispatch_s: float = 0.0
     sorting: bool = False
@@ -139,10 +142,13 @@ class Cluster:
         self._balancer = random.Random(plan.seed)
         self._ids = random.Random(plan.seed)
         self._open: dict[Request, tuple[Fleet, Renewal]] = {}
+        self._session: dict[Request, bytes] = {}  # ids in the ledger
         self.on_way = [0] * len(self.workers)  # requests that are sent and not yet at their engine, by its number
         self.tickets: dict[Fleet, VirtualTickets] = {}
         for fleet in self.fleets if plan.queue.max_engine_wait_s else ():
-            fleet.use(limits=plan.queue)
+            scheme = plan.engines[0].scheme
+            blocks = {scheme.scheme_id: scheme.block_tokens}
+            fleet.use(limits=plan.queue, sessions=plan.sessions, block_tokens=blocks)
             self.tickets[fleet] = VirtualTickets(fleet, self.virtual, self._booked, self._send)
 
     # ------------------------------------------------ the run
@@ -261,6 +267,8 @@ class Cluster:
         number = self.number_of[decision.worker_id]
         renewal = (decision.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
         self._open[request] = fleet, Renewal(*renewal)
+        if decision.session:
+            self._session[request] = decision.session
         self.predicted[request] = decision.matched_tokens
         if decision.approximate and not decision.speculative:
             self._believed[request] = now, decision.matched_tokens
@@ -307,8 +315,19 @@ class Cluster:
     async def finished(self, request: Request, engine: int, now: float) -> None:
         if request in self._open:
             fleet, booked = self._open.pop(request)
-            await fleet.bookings.settle(booked.reservation, "finished", 0, self._shortfall(request, engine, now))
+            shortfall, end = self._shortfall(request, engine, now), self._end_of(request)
+            await fleet.bookings.settle(booked.reservation, "finished", 0, shortfall, end)
             self._room_freed(fleet, now)
+
+    def _end_of(self, request: Request) -> SessionEnd | None:
+        """Return what Redis learns of the session at a request's end."""
+        session = self._session.pop(request, b"")
+        if not session:
+            return None
+        return SessionEnd(session, self._finish(request), request.prompt_tokens + request.max_tokens)
+
+    def _finish(self, request: Request) -> Literal["t", "e", "o", "?"]:
+        return "o"
 
     def _room_freed(self, fleet: Fleet, now: float) -> None:
         if tickets := self.tickets.get(fleet):

@@ -9,18 +9,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from warmfleet.fleet import POLL_AT_ONCE, Decision, Standing
+from warmfleet.fleet.ledger import HOLD_AT_ONCE
 from warmfleet.routing.tickets import MIN_PAUSE_S, POLL_S, REVIEW_ELSEWHERE_S, REVIEW_S
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from warmfleet.fleet import Fleet, Question, Queued
+    from warmfleet.fleet import Fleet, Hold, Question, Queued
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
     Instead = Callable[[Queued, float], Awaitable[int | None]]
     Booked = Callable[[Fleet, Request, Decision, float], int]
     Send = Callable[[Request, int, float], None]
+
+
+HOLD_POLL_S = 0.5  # replicas poll every 0.25 s, but places are given once a second
 
 
 class VirtualTickets:
@@ -38,6 +42,9 @@ class VirtualTickets:
         self._waiting: dict[str, tuple[Request, Question, float]] = {}  # by ticket; with time of arrival
         self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
         self._instead: dict[str, Instead] = {}
+        self.held: dict[str, tuple[Request, Question, float]] = {}  # by reservation; with the time since which it waits
+        self.holds: list[tuple[Request, float]] = []  # requests that were held, and for how long
+        self._holds_next: float | None = None
         self._polled = 0.0
         self._next: float | None = None  # time of the next poll
 
@@ -58,6 +65,9 @@ class VirtualTickets:
 
         instead: books it in another pool where that is better, and returns the number of the engine.
         """
+        if answer.hold is not None:
+            self._hold(request, ask, answer.hold, now)
+            return
         if answer.outcome != "queued":
             self._refuse(request)
             return
@@ -67,6 +77,41 @@ class VirtualTickets:
             self._instead[ask.reservation] = instead
         self.most = max(self.most, len(self._waiting))
         self._poll_at(now + MIN_PAUSE_S)
+
+    # ------------------------------------------------ held sessions
+
+    def _hold(self, request: Request, ask: Question, hold: Hold, now: float) -> None:
+        """Keep a request whose session has no place. Its id in the ledger is that of the answer."""
+        since = self.held[ask.reservation][2] if ask.reservation in self.held else now
+        known = replace(ask, session=ask.session[:1] + hold.session)
+        self.held[ask.reservation] = request, known, since
+        if self._holds_next is None:
+            self._holds_next = now + HOLD_POLL_S
+            self._virtual.at(self._holds_next, self._poll_holds, duty=True)
+
+    async def _poll_holds(self, now: float) -> None:
+        self._holds_next = None
+        sessions = list({ask.session[1:] for _, ask, _ in self.held.values()})
+        standing: dict[bytes, Standing] = {}
+        for start in range(0, len(sessions), HOLD_AT_ONCE):
+            line = await self._fleet.ledger.poll(sessions[start : start + HOLD_AT_ONCE])
+            standing |= {session: told.standing for session, told in line.standings.items()}
+        for reservation, (request, ask, since) in list(self.held.items()):
+            if standing[ask.session[1:]] is Standing.WAITS:
+                continue
+            answer = await self._fleet.queue.decide_in_turn(ask)
+            if not isinstance(answer, Decision) and answer.hold is not None:
+                self._hold(request, ask, answer.hold, now)
+                continue
+            del self.held[reservation]
+            self.holds.append((request, now - since))
+            if isinstance(answer, Decision):
+                self._send(request, self._booked(self._fleet, request, answer, now), now)
+            else:
+                self.keep(request, ask, answer, now)
+        if self.held and self._holds_next is None:
+            self._holds_next = now + HOLD_POLL_S
+            self._virtual.at(self._holds_next, self._poll_holds, duty=True)
 
     def ask_soon(self, now: float) -> None:
         """A request of this replica had its first token or ended: a worker has more room."""
@@ -113,7 +158,7 @@ class VirtualTickets:
         if isinstance(answer, Decision):
             self._send(request, self._booked(self._fleet, request, answer, now), now)
         else:
-            self._refuse(request)
+            self.keep(request, ask, answer, now)
 
     def _refuse(self, request: Request) -> None:
         self.refused += 1

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from tests.bench.overlays import overlaid
 from tests.bench.virtual_fleet import Cluster, Plan, play
 from tests.bench.virtual_plans import QUEUE, arrivals
 
+from warmfleet.fleet import Hint, SessionLimits
 from warmfleet.pools.policy import HOMES
 from warmfleet.protocol.wire import ENDED_MARK
 from warmfleet_loadtest.engine import EngineConfig
@@ -43,6 +44,7 @@ CACHE_TOKENS = 400_000
 LONGEST = 131_072  # tokens of prompt and answer
 AGENT_TIMES = 4.0  # the trace's contexts are of an older model with a small window
 CHATS = 10_000_000  # sessions of this number and above are chats
+LONGEST_HOLD_MS = 100_000_000  # nobody is refused
 CHAT_RATE = 1.2  # requests a second
 START_S = 60.0  # within which the first sessions of a closed loop begin
 SOON_S = 2.0  # a time to first token below this is good
@@ -210,16 +212,20 @@ class Features:
     """The hints of clients, and the settings of replicas and engines, that a run is with or without.
 
     header: clients name their sessions. ended: they say which step is the last. tail: engines evict by T-LRU, which
-    heeds the ends.
+    heeds the ends. ledger: replicas keep the ledger of sessions. tools: requests declare tools, and answers end in tool
+    calls but for a session's last.
     """
 
     header: bool = False
     ended: bool = False
     tail: bool = False
+    ledger: bool = False
+    tools: bool = False
 
     def plan(self, engines: int, replicas: int, seed: int) -> Plan:
         engine = replace(ENGINE, ttft_target="auto") if self.tail else ENGINE
-        return Plan((engine,) * engines, replicas=replicas, speed=1.0, seed=seed, queue=QUEUE)
+        sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
+        return Plan((engine,) * engines, replicas=replicas, speed=1.0, seed=seed, queue=QUEUE, sessions=sessions)
 
 
 @dataclass(slots=True)
@@ -277,9 +283,24 @@ class SessionCluster(Cluster):
 
     def _ask(self, reservation: str, request: Request, session: int) -> Question:
         question = super()._ask(reservation, request, session)
-        if self._features.header and session < CHATS:
+        features, agent = self._features, session < CHATS
+        hint = Hint.TOOLS if features.tools and agent else 0
+        if features.header and agent:
             question.order = self._ring(b"%d" % session)[:HOMES]
+            hint += Hint.NAMED
+        if features.ended and agent and self._is_last(self._asked[request]):
+            hint += Hint.ENDS
+        if features.ledger:
+            question.session = bytes([hint]) + (b"n%08d" % session if features.header and agent else b"")
         return question
+
+    def _finish(self, request: Request) -> Literal["t", "e", "o", "?"]:
+        step, features = self._asked[request], self._features
+        if step.session >= CHATS:
+            return "o"
+        if self._is_last(step):
+            return "e" if features.ended else "o"
+        return "t" if features.tools else "o"
 
     def _booked(self, fleet: Fleet, request: Request, decision: Decision, now: float) -> int:
         number = super()._booked(fleet, request, decision, now)

@@ -80,6 +80,7 @@ async def prepared(fleet: Fleet) -> dict[str, Callable[[], Awaitable[Any]]]:
     return {
         "decide": lambda: fleet.bookings.decide(ask),
         "queue": fleet.queue.poll,
+        "hold": fleet.ledger.poll,
         "settle": lambda: fleet.bookings.settle(gone.reservation, "failed"),
         "renew": lambda: fleet.bookings.renew([renewal]),
         "client": lambda: fleet.scripts.run(

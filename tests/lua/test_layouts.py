@@ -125,7 +125,8 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
     """Each constant has its own value here, so two that change places, in Python or in Lua, are noticed."""
     weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
-    record = constants.Constants(weights, spans, constants.QueueLimits(9.5, 106, 10.5), {7: 16, 8: 32}, {5: 0.5}).packed
+    queue, sessions = constants.QueueLimits(9.5, 106, 10.5), constants.SessionLimits(107, 108)
+    record = constants.Constants(weights, spans, queue, {7: 16, 8: 32}, {5: 0.5}, sessions).packed
     names = [*constants.FIELDS, "block_sizes"]
     part = script_source("queue")
     part = part[part.index("(function()\n--[[\nshared/constants") :]
@@ -148,6 +149,8 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
         "stay": "7.5",
         "place": "8.5",
         "min_match_tokens": "88",
+        "paused_max_ms": "107",
+        "held_max_ms": "108",
         "queue_max": "106",
         "max_engine_wait_s": "9.5",
         "patience": "10.5",

@@ -18,21 +18,23 @@ from warmfleet.fleet.bookings import (
     Question,
     Renewal,
     Seen,
+    SessionEnd,
     Shortfall,
     Terms,
     new_reservation,
 )
 from warmfleet.fleet.client import Scripts, Timeouts, connect
 from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts, ClientLimits, ClientUse
-from warmfleet.fleet.codes import Standing
+from warmfleet.fleet.codes import Hint, Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
-from warmfleet.fleet.constants import QUEUE_PATIENCE, Constants, QueueLimits, Spans, Weights
+from warmfleet.fleet.constants import QUEUE_PATIENCE, Constants, QueueLimits, SessionLimits, Spans, Weights
 from warmfleet.fleet.index import Index, Memory, Truth, WorkerTruth
+from warmfleet.fleet.ledger import EngineLedger, Hold, HoldLine, Ledger, LedgerView, Session
 from warmfleet.fleet.operator import OperatorKeys
 from warmfleet.fleet.probes import Probes, Proof
 from warmfleet.fleet.queueing import POLL_AT_ONCE, Line, Queue, Queued
 from warmfleet.fleet.replicas import ANNOUNCE_S, Announcement, LastMinute, Replicas, ReplicaView
-from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
+from warmfleet.fleet.rows import Flag, Lease, LoadRow, Place, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS, SCRIPT_KEYS
 from warmfleet.fleet.upkeep import Applied, Audited, Step, Tick, Upkeep
 from warmfleet.fleet.worker.state import WorkerState
@@ -57,6 +59,7 @@ class Fleet:
         self.keys = self.scripts.keys
         self.bookings = Bookings(self.scripts)
         self.queue = Queue(self.scripts, self.bookings)
+        self.ledger = Ledger(self.scripts)
         self.clients = ClientCounts(self.scripts)
         self.workers = Workers(self.scripts)
         self.probes = Probes(self.scripts)

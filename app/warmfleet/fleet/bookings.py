@@ -39,7 +39,7 @@ URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
 RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
-ANSWER_FIELDS = 13  # number of fields in decide's answer to a booked request; an explanation may follow
+ANSWER_FIELDS = 14  # number of fields in decide's answer to a booked request; an explanation may follow
 #: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
@@ -75,6 +75,8 @@ class Question:
     ids of workers that can never serve the request. (A worker that failed a moment ago is only in exclude: a later
     decision for the same request may use it.) may_wait: False if the request gets no ticket and loses one that it has.
     displaces: in a full queue the request may take the place of a ticket of the tenant with the most tickets.
+    session: empty for a request without a part in the ledger of sessions; else a byte, the sum of ``Hint`` values, and
+    the session's id: made by the replica if the client named the session, else that of an earlier answer, or nothing.
     """
 
     reservation: str
@@ -94,6 +96,7 @@ class Question:
     barred: tuple[str, ...] = ()
     may_wait: bool = True
     displaces: bool = True
+    session: bytes = b""
 
     @property
     def tie_seed(self) -> int:
@@ -109,7 +112,8 @@ class Decision:
     (the search in the index was cut short, or the worker's index may be outdated).
     wait_tokens: prefill tokens ahead of the request when the worker was chosen. trial: the worker was ejected, and this
     request shows whether it serves again (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None
-    unless ``explain`` was set. use: how much of its limits the client uses; None if it has none or the id was known.
+    unless ``explain`` was set. session: the id of the request's session in the ledger, empty without one; ``settle``
+    wants it at the end. use: how much of its limits the client uses; None if it has none or the id was known.
     """
 
     reservation: str
@@ -130,6 +134,7 @@ class Decision:
     why: str = ""
     seen: Seen | None = None
     use: ClientUse | None = None
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,18 @@ class Shortfall(NamedTuple):
     age_s: float
 
 
+class SessionEnd(NamedTuple):
+    """The end of a request of a session in the ledger. session: its id, from the decision.
+
+    finish: ``t`` the answer ended in tool calls, ``e`` the client said that the session ends, ``o`` another end, ``?``
+    there was no whole answer. tokens: of prompt and answer; 0: not known.
+    """
+
+    session: bytes
+    finish: Literal["t", "e", "o", "?"]
+    tokens: int = 0
+
+
 class Renewal(NamedTuple):
     """A reservation that is still open. prefill_tokens: still booked for it, 0 after its first token."""
 
@@ -250,9 +267,9 @@ class Bookings:
     def decision(self, question: Question, answer: list[Any]) -> Decision:
         """Return the Decision in decide's answer to a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why = answer[
-            :ANSWER_FIELDS
-        ]
+        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why, sid = (
+            answer[:ANSWER_FIELDS]
+        )
         worker_id = worker.decode()
         approximate = flags & APPROXIMATE != 0
         return Decision(
@@ -274,15 +291,23 @@ class Bookings:
             why.decode(),
             Seen.of(answer[ANSWER_FIELDS:]) if len(answer) > ANSWER_FIELDS else None,
             use,
+            sid,
         )
 
-    async def settle(self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None) -> str:
+    async def settle(
+        self,
+        reservation: str,
+        outcome: Told,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+        session: SessionEnd | None = None,
+    ) -> str:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
         A repeated call changes nothing. tokens: of the answer, counted as used by a client with limits. shortfall:
         corrects the mirror of an approximate worker's cache. Raises FleetUnavailable.
         """
-        command = self.settle_command(reservation, outcome, tokens, shortfall)
+        command = self.settle_command(reservation, outcome, tokens, shortfall, session)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
         return str(answer[0].decode())
 
@@ -293,24 +318,33 @@ class Bookings:
         on_answer: OnAnswer,
         tokens: int = 0,
         shortfall: Shortfall | None = None,
+        session: SessionEnd | None = None,
     ) -> None:
         """Send ``settle`` without waiting: Redis executes it before every later call of this client.
 
         ``settle`` goes to Redis with the next other call, or after two milliseconds.
         """
-        command = self.settle_command(reservation, outcome, tokens, shortfall)
+        command = self.settle_command(reservation, outcome, tokens, shortfall, session)
         self._scripts.send("settle", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 
     def settle_command(
-        self, reservation: str, outcome: Told, tokens: int = 0, shortfall: Shortfall | None = None
+        self,
+        reservation: str,
+        outcome: Told,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+        session: SessionEnd | None = None,
     ) -> bytes:
         """Return the packed call of settle; arguments as in ``settle``."""
         rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
-        if not tokens and shortfall is None:
+        if not tokens and shortfall is None and session is None:
             return self._settle_head + pack_text(reservation) + rest
         more = [pack_int(tokens) if tokens else NOTHING]
         if shortfall is not None:
             more += [pack_int(shortfall.held_blocks), pack_int(round(1_000 * shortfall.age_s))]
+        if session is not None:
+            more += [NOTHING] * (3 - len(more))
+            more += [pack_bytes(session.session), pack_text(session.finish), pack_int(session.tokens)]
         head = self._settle.head(len(SCRIPT_ARGS["settle"]) + len(more)) + self._packed_prefix
         return b"".join((head, pack_text(reservation), rest, *more))
 
@@ -383,6 +417,7 @@ class Bookings:
             pack_int((1 if question.displaces else 2) if question.may_wait else 0),
             pack_names(question.barred) if question.barred else NOTHING,
             question.limits.packed if question.limits is not None else NOTHING,
+            pack_bytes(question.session) if question.session else NOTHING,
         ]
         for chain in chains:
             pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))

@@ -34,6 +34,14 @@ class Standing(IntEnum):
     UNKNOWN = 3  # the ticket expired, or Redis lost it
 
 
+class Hint(IntEnum):
+    """Bits of what a request tells ``decide`` of its session: the first byte of ``Question.session``."""
+
+    TOOLS = 1  # the request declares tools
+    NAMED = 2  # the client named the session
+    ENDS = 4  # the session ends with this request
+
+
 class Mark(StrEnum):
     """Marks that tell kinds apart: behind ``wf-`` in a reservation's id, or last in a field of ``x:<block hash>``."""
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: Version of the packed record, raised when a field changes. Scripts refuse a record of every other version.
-VERSION = 4
+VERSION = 5
 #: The packed fields in order, as lua/parts/shared/constants.lua names them; the number of label prices comes last.
 FIELDS = (
     "lease_ms",
@@ -30,8 +30,10 @@ FIELDS = (
     "queue_max",
     "max_engine_wait_s",
     "patience",
+    "paused_max_ms",
+    "held_max_ms",
 )
-RECORD = struct.Struct(">B4I8dI2dI")
+RECORD = struct.Struct(">B4I8dI2d3I")
 LABEL_PRICE = struct.Struct(">Id")
 
 
@@ -78,6 +80,14 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Limits of the waits in the line of sessions (lua/parts/shared/sessions.lua)."""
+
+    paused_max_ms: int = 60_000  # a session that lost its place gets another at the latest after this
+    held_max_ms: int = 0  # a new session whose predicted wait is longer is refused; 0: no ledger, nobody is held
+
+
+@dataclass(frozen=True, slots=True)
 class Constants:
     """The constants of one pool in this replica, in their packed forms, too.
 
@@ -92,6 +102,7 @@ class Constants:
     limits: QueueLimits = field(default_factory=QueueLimits)
     block_tokens: Mapping[int, int] = field(default_factory=dict)
     label_prices: Mapping[int, float] = field(default_factory=dict)
+    sessions: SessionLimits = field(default_factory=SessionLimits)
     packed: bytes = field(init=False, repr=False, compare=False)
     argument: bytes = field(init=False, repr=False, compare=False)
     settle_spans: bytes = field(init=False, repr=False, compare=False)
@@ -121,6 +132,8 @@ class Constants:
             limits.tickets,
             limits.max_engine_wait_s,
             limits.patience,
+            self.sessions.paused_max_ms,
+            self.sessions.held_max_ms,
             len(self.label_prices),
         )
         record += b"".join(LABEL_PRICE.pack(*price) for price in self.label_prices.items())

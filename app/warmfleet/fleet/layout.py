@@ -10,7 +10,8 @@ puts the values in place of the names, which are formed like this:
 - ``ROW_<FIELD>`` the format of one field, ``ROW_<FIELD>_TO_<FIELD>`` of a range of fields, ``ROW`` of all
 - ``ROW_BYTES``, ``LEASE_BYTES`` the bytes of a record's numbers, ``ROW_FIELDS`` the number of a row's fields
 - ``POLICIES`` the set of the policies in ``settings``
-- ``FLAG_``, ``STAGE_``, ``MODE_``, ``NEXT_``, ``STANDING_``, ``MARK_`` and the name of a member: its number or letter
+- ``SESSION``, ``SESSION_BYTES`` the format and the bytes of the numbers of a session's record
+- the name of an enum in ENUMS, like ``FLAG_``, and the name of a member: its number or letter
 """
 
 from __future__ import annotations
@@ -20,16 +21,27 @@ from importlib.resources import files
 from struct import calcsize
 from typing import TYPE_CHECKING
 
-from warmfleet.fleet.codes import Mark, Mode, Next, Standing
+from warmfleet.fleet.codes import Hint, Mark, Mode, Next, Standing
 from warmfleet.fleet.constants import RECORD, VERSION
-from warmfleet.fleet.rows import JUDGED, Flag, Lease, LoadRow, Stage, numbers_of
+from warmfleet.fleet.rows import (
+    JUDGED,
+    Flag,
+    Kind,
+    Lease,
+    LoadRow,
+    Place,
+    SessionRecord,
+    Stage,
+    Trait,
+    numbers_of,
+)
 from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from enum import Enum
 
-ENUMS: tuple[type[Enum], ...] = (Flag, Stage, Mode, Next, Standing, Mark)
+ENUMS: tuple[type[Enum], ...] = (Flag, Stage, Mode, Next, Standing, Mark, Hint, Place, Kind, Trait)
 #: The letter of a number in the formats of Python's ``struct``, and in those of the scripts' ``struct``.
 _LETTERS = {"I": "I4", "i": "i4", "H": "I2", "B": "B", "d": "d"}
 _DECLARED = re.compile(r"^local ([A-Z][A-Z0-9_]*) = (.+?)(?: *--.*)?$", re.MULTILINE)
@@ -65,6 +77,9 @@ def _of_routers() -> Iterator[tuple[str, str]]:
     yield "ROW_FIELDS", str(len(numbers_of(LoadRow)))
     yield from _record("LEASE", numbers_of(Lease) | {"length": "B"}, "LEASE_")
     yield "JUDGED", str(JUDGED)
+    letters = "".join(numbers_of(SessionRecord).values())
+    yield "SESSION", _format(letters)
+    yield "SESSION_BYTES", str(calcsize(">" + letters))
     for enum in ENUMS:
         for name, member in enum.__members__.items():
             value = member.value

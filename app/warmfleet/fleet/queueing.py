@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warmfleet.fleet.bookings import Seen
 from warmfleet.fleet.client import argv
 from warmfleet.fleet.codes import Mode, Standing
+from warmfleet.fleet.ledger import Hold
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,13 +27,15 @@ class Queued:
     waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute the uncached parts of these
     tickets' prompts. turn_s: seconds of prefill, plus half of the seconds of waiting, at the worker that the request
     waits for: a price by which pools are compared (lua/parts/decide/wait_turn.lua). matched_tokens: cached there.
+    hold: of a request without a ticket whose session is held until it has a place (outcome ``held``).
     """
 
-    outcome: Literal["queued", "full", "displaced"]
+    outcome: Literal["queued", "full", "displaced", "held"]
     waiting: int
     work_s: float
     turn_s: float = 0.0
     matched_tokens: int = 0
+    hold: Hold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,9 @@ class Queue:
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
             word, waiting, work_ms, turn_s, matched_tokens = answer
             return Queued(word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
+        if answer[0] == b"HELD":
+            hold = Hold.of(answer)
+            return Queued("held", hold.in_line, hold.predicted_s, turn_s=hold.predicted_s / 2, hold=hold)
         if answer[0] == b"LIMITED" and question.limits is not None:
             raise question.limits.refusal(answer, question.prompt_tokens)
         return self._bookings.decision(question, answer)

@@ -1,4 +1,4 @@
-"""The two packed records that scripts and routers share: one load row per worker, one lease per reservation.
+"""The packed records that scripts and routers share: of a worker's load, of a reservation, of a session.
 
 Fields and flags are declared only here: ``layout`` makes their positions and formats for scripts, and the tables of
 lua/README.md are made of the comments beside the declarations.
@@ -16,7 +16,9 @@ U32: TypeAlias = Annotated[int, "I"]
 I32: TypeAlias = Annotated[int, "i"]
 U16: TypeAlias = Annotated[int, "H"]
 U8: TypeAlias = Annotated[int, "B"]
+F64: TypeAlias = Annotated[float, "d"]
 
+TENANT_BYTES = 8
 JUDGED = 2**31  # added to a lease's matched_tokens once the engine has told the cached number; no prompt is so long
 
 
@@ -52,6 +54,15 @@ class Stage(IntEnum):
     STARTED = 1  # its first token came
     LINGERING = 2  # finished: its blocks count as held by the worker until the engine has reported them
     TOMBSTONE = 3  # it ended before it was booked, so a late decide must book nothing
+
+
+class Place(IntEnum):
+    """Whether a session has a place, which is the right to keep its context in an engine's cache."""
+
+    OUT = 0  # it has no place and waits for none
+    IN = 1  # it has a place
+    NEW = 2  # held: it waits in the line for its first place
+    PAUSED = 3  # held: it lost its place, as the cache became too small, and waits in the line for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +134,55 @@ class Lease:
         return cls(epoch, slot, prefill, decode, matched, prompt, stage, worker_id, checkpoints, bool(judged))
 
 
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session in the ledger (lua/parts/shared/sessions.lua). Times are of Redis' clock, in ms.
+
+    In Redis the numbers are followed by ``tenant``, ``tail`` and ``reservation``, of fixed lengths.
+    """
+
+    first_ms: F64  # when it came first: its place in the line
+    since_ms: F64  # when its last request began or ended; of a held session, since when it waits
+    in_ms: F64  # when it got its place; 0: it has none
+    heard_ms: F64  # when a replica last said that a held request of it still waits
+    slot: U32  # of the engine that has its context, by the row's slot
+    tokens: U32  # of its last prompt and answer
+    shared_tokens: U32  # how much of its first prompt some worker had cached: others have that, too
+    booked_tokens: U32  # of the load row's decode_tokens, what its running requests have booked
+    gap_ms: U32  # mean time between an answer and its next request; 0: not known
+    blocks: U16  # full blocks of its last prompt
+    running: U16  # its requests under way
+    place: U8  # Place
+    kind: U8  # how it was known at first: Kind
+    traits: U8  # sum of the Trait values that are true of it
+    priority: U8  # class of its last request; 0 first
+    tenant: bytes = bytes(TENANT_BYTES)
+    tail: bytes = bytes(8)  # hash of the last full block of its last prompt
+    reservation: bytes = b""  # of its last request
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> SessionRecord:
+        texts = packed[SESSION.size :]
+        return cls(*(*SESSION.unpack_from(packed), texts[:8], texts[8:16], texts[16:]))
+
+
+class Kind(IntEnum):
+    """How a session was known at its first request. Redis learns of each kind how many turn out to be agents."""
+
+    PLAIN = 0  # neither of the others
+    TOOLS = 1  # the request declared tools
+    NAMED = 2  # the client named the session, and declared no tools
+
+
+class Trait(IntEnum):
+    """Bits of a session's traits."""
+
+    STEPPED = 1  # an answer of it has ended
+    CALLED = 2  # its last answer ended in tool calls
+    JUDGED = 4  # its kind has learned from it whether it is an agent
+    PLACED = 8  # it had a place once
+
+
 ROW = struct.Struct(">" + "".join(numbers_of(LoadRow).values()))
 LEASE = struct.Struct(">" + "".join(numbers_of(Lease).values()) + "B")
+SESSION = struct.Struct(">" + "".join(numbers_of(SessionRecord).values()))

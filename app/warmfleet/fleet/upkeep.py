@@ -135,8 +135,9 @@ class Upkeep:
         used_permille: used share of Redis' memory limit, in thousandths; -1: not known.
         """
         scripts, now = self._scripts, (self.pace, rest, used_permille)
-        if self._ticking[0] != now:
-            self._ticking = now, self._tick_command(*now)
+        constants = scripts.constants.packed
+        if self._ticking[0] != (now, constants):
+            self._ticking = (now, constants), self._tick_command(*now)
         answer = await scripts.call("tick", self._ticking[1], scripts.timeouts.upkeep_s)
         ran, grace, retired, short, granted_us, *names = answer
         kinds: dict[str, list[str]] = {"events": [], "server": [], "snapshot": [], "forget": []}
@@ -168,6 +169,7 @@ class Upkeep:
             used_permille=used_permille,
             short_ms=pace.short_ms,
             share_permille=pace.share_permille,
+            constants=self._scripts.constants.packed,
         )
         return self._scripts.packed["tick"].call(args)
 

@@ -16,7 +16,7 @@ return function(record)
   end
   local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token,
     wait_price, stay, place, min_match_tokens,
-    queue_max, max_engine_wait_s, patience, priced, at = struct.unpack(CONSTANTS, record)
+    queue_max, max_engine_wait_s, patience, paused_max_ms, held_max_ms, priced, at = struct.unpack(CONSTANTS, record)
   local label_prices = priced > 0 and {} or nil
   for _ = 1, priced do
     local slot, seconds
@@ -28,7 +28,7 @@ return function(record)
     kappa = kappa, pressure_price = pressure_price, decode_s_per_token = decode_s_per_token, wait_price = wait_price,
     stay = stay, place = place,
     min_match_tokens = min_match_tokens, queue_max = queue_max, max_engine_wait_s = max_engine_wait_s,
-    patience = patience, label_prices = label_prices,
+    patience = patience, paused_max_ms = paused_max_ms, held_max_ms = held_max_ms, label_prices = label_prices,
     block_sizes = record:sub(at),
   }
 end

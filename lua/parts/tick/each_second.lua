@@ -9,7 +9,7 @@ Takes the keys alive, alive_servers, servers, load and workers by name, the key 
 forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
 last time of a stream.
 Returns the median speed (tokens/s; 0: unknown) and the median capacity (blocks; 0: unknown), both of workers whose URL
-has answered a probe, so that no other process can influence them.
+has answered a probe, so that no other process can influence them; and the load rows (worker id, row, in turn).
 --]]
 local call = redis.call
 local FORGETS_AT_ONCE = 8
@@ -87,5 +87,5 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   end
   table.sort(speeds)
   table.sort(capacities)
-  return speeds[math.ceil(#speeds / 2)] or 0, capacities[math.ceil(#capacities / 2)] or 0
+  return speeds[math.ceil(#speeds / 2)] or 0, capacities[math.ceil(#capacities / 2)] or 0, rows
 end
