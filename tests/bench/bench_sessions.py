@@ -64,7 +64,7 @@ VARIANTS: Mapping[str, Features] = {
     "hints": Features(header=True, ended=True, tail=True),
     "bare": Features(ledger=True),
     "tools": Features(ledger=True, tools=True),
-    "on": Features(ledger=True, header=True, ended=True, tail=True, tools=True),
+    "on": Features(ledger=True, header=True, ended=True, tools=True),
 }
 
 

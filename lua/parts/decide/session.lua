@@ -101,6 +101,7 @@ return function(s, w, request)
     and (record.place == PLACE_OUT or record.place == PLACE_IN) and record.heard == 0 then
     local gap = max(1, now - record.since)
     record.gap = record.gap == 0 and gap or floor((record.gap + gap) / 2)
+    if ledger.is_agent(record, state) then ledger.came_back(state, gap) end
     ledger.judge(record, state, gap <= state.gap or band(record.traits, TRAIT_CALLED) ~= 0)
   end
   record.priority = request.priority

@@ -9,7 +9,8 @@ Returns a table of functions:
   write(sid, record), drop(sid)
   state(): the numbers of the whole ledger (keep_state writes them):
     common    tokens with which most sessions begin, so that an engine has them once
-    gap       ms for which a session without a request keeps its place
+    gap       ms in which an engine computes a whole cache: the longest time for which a place is kept without a request
+    usual     ms within which most sessions come back, learned
     place_ms  mean time for which a session keeps its place
     least     tokens of a prompt below which a request without name and tools is not looked at
     until_ms  time until which the ledger binds
@@ -24,10 +25,11 @@ Keys: sessions, session_line, places
 --]]
 local call, pack, unpack_from, sub = redis.call, struct.pack, struct.unpack, string.sub
 local min, max = math.min, math.max
-local STATE = ">ddddddddd"
+local STATE = ">dddddddddd"
 local ENGINE = ">ddB"
 local DEFAULT_GAP_MS, DEFAULT_PLACE_MS = 20000, 60000
 local LEARNS = 0.0625 -- weight of a session's outcome in the share of its kind
+local COMES_BACK, STEP = 0.9, 0.1 -- share of the returns that `usual` covers; pace at which it is learned
 local AGENT_SHARE = 0.5 -- share of a kind's sessions from which on a first request counts as an agent's
 local NEW_AFTER, CLASS_AFTER = 2 ^ 42, 2 ^ 43 -- in the line: distance of new sessions behind paused ones, and of classes
 
@@ -54,18 +56,18 @@ return function(prefix, now)
 
   function ledger.state()
     local packed = call("HGET", places, "")
-    if not packed or #packed < 72 then
+    if not packed or #packed < 80 then
       return { common = 0, gap = DEFAULT_GAP_MS, place_ms = DEFAULT_PLACE_MS, least = 0, until_ms = 0,
-        inside = 0, shares = { [KIND_PLAIN] = 0, [KIND_TOOLS] = 1, [KIND_NAMED] = 0 } }
+        inside = 0, usual = DEFAULT_GAP_MS, shares = { [KIND_PLAIN] = 0, [KIND_TOOLS] = 1, [KIND_NAMED] = 0 } }
     end
-    local common, gap, place_ms, least, until_ms, inside, plain, tools, named = unpack_from(STATE, packed)
-    return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside,
+    local common, gap, place_ms, least, until_ms, inside, usual, plain, tools, named = unpack_from(STATE, packed)
+    return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside, usual = usual,
       shares = { [KIND_PLAIN] = plain, [KIND_TOOLS] = tools, [KIND_NAMED] = named } }
   end
 
   function ledger.keep_state(state)
     local shares = state.shares
-    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms, state.inside,
+    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms, state.inside, state.usual,
       shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
   end
 
@@ -84,6 +86,12 @@ return function(prefix, now)
     if bit.band(r.traits, TRAIT_CALLED) ~= 0 then return true end
     if bit.band(r.traits, TRAIT_STEPPED) ~= 0 then return r.gap > 0 and r.gap <= state.gap end
     return state.shares[r.kind] >= AGENT_SHARE
+  end
+
+  -- Learn the time within which COMES_BACK of the agents' requests follow the answer before.
+  function ledger.came_back(state, gap)
+    state.usual = state.usual * (gap > state.usual and 1 + STEP * COMES_BACK or 1 - STEP * (1 - COMES_BACK))
+    ledger.keep_state(state)
   end
 
   function ledger.judge(r, state, hit)

@@ -16,7 +16,7 @@ Cost: O(sessions), at most 4,096; 256 of the line
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
-local BUSY = 0.3
+local BUSY = 0.5
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time to compute
 local BINDS_MS = 60000
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
