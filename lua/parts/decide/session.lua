@@ -9,7 +9,8 @@ session is held. Requests of others than agents are never held and take no place
 A session without a name is known by its prompt: each prompt of a session contains the one before. So at waypoints
 (depths of blocks in a geometric row) keys name the sessions whose prompts went through that block, and a session is the
 request's if its last full block is in the request's chain. Of several the one without a request under way is taken; if
-all have one, the request is a fork, and gets a session of its own with the arrival of its parent.
+all have one, or if the request has another name, the request is a fork: it gets a session of its own, with the arrival
+of its parent and all that is known of it. So a client that names each request anew gains nothing.
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
 priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key.
@@ -26,7 +27,7 @@ local MOST_ALIKE = 16 -- most sessions that a waypoint names; a block with so ma
 local MAX_SESSIONS = 4096
 local WAY_KEPT_MS = 600000
 local SID_FROM, SID_TO = 5, 16 -- the characters of a reservation's id that name a new session
-local SID_BYTES = 13
+local SID_BYTES = 13 -- length of each session's id
 local LEAST_OWN = 2 -- blocks of a prompt beyond those of others from which on later prompts are known by it
 local EXACT = 1e-9 -- makes up for rounding in powers of two
 local LATE_S = 1 -- an engine that is overdue by this is not waited for
@@ -81,10 +82,11 @@ return function(s, w, request)
     end
   end
 
-  if sid ~= "" then record = ledger.read(sid) elseif n >= 2 then
-    sid, record = recognise()
+  if sid ~= "" then record = ledger.read(sid) end
+  if not record and n >= 2 then
+    local name, found = recognise()
+    if sid == "" and found then sid, record = name, found else parent = parent or found end
   end
-  sid = sid or ""
   local is_new = not record
   if is_new then
     if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return nil, w, nil, none end
@@ -115,7 +117,7 @@ return function(s, w, request)
       record.running, record.booked, record.reservation = record.running + 1, record.booked + booked, sub(request.id, 1, 25)
       if n > 0 then record.blocks, record.tail = n, block(n) end
       ledger.write(sid, record)
-      if not named and n >= 2 and (not is_new or n * size >= record.shared + LEAST_OWN * size) then
+      if n >= 2 and (not is_new or n * size >= record.shared + LEAST_OWN * size) then
         if not way then
           way = waypoints(1)[1]
           alike = call("GET", way) or ""

@@ -85,7 +85,7 @@ return function(prefix, now)
   function ledger.is_agent(r, state)
     if bit.band(r.traits, TRAIT_CALLED) ~= 0 then return true end
     if bit.band(r.traits, TRAIT_STEPPED) ~= 0 then return r.gap > 0 and r.gap <= state.gap end
-    return state.shares[r.kind] >= AGENT_SHARE
+    return r.kind ~= KIND_PLAIN and state.shares[r.kind] >= AGENT_SHARE
   end
 
   -- Learn the time within which COMES_BACK of the agents' requests follow the answer before.

@@ -1,0 +1,454 @@
+"""The ledger of sessions: who is a session, who has a place, who waits for one, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from tests.support.fleet.keyspace import Keyspace
+from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
+
+from warmfleet.fleet import Decision, Hint, Place, Queued, Standing
+from warmfleet.fleet.rows import Trait
+
+CHAT = 0  # hint of a request without a name and tools
+LARGE = 300  # blocks: two such sessions fit into an engine, of which .8 of 1,000 are for sessions
+
+
+@pytest.fixture
+async def sessions(keyspace: Keyspace) -> Sessions:
+    made = Sessions(keyspace)
+    await made.bind()
+    return made
+
+
+async def keys(sessions: Sessions) -> set[bytes]:
+    prefix = sessions.keyspace.keys.prefix.encode()
+    names = {key[len(prefix) :] for key in await sessions.keyspace.store.keys() if key.startswith(prefix)}
+    return {name for name in names if name.startswith((b"sessions", b"session_line", b"places", b"way:"))}
+
+
+# ---------------------------------------------------------------- whether it binds
+
+
+@pytest.mark.parametrize(
+    ("row", "binds"),
+    [
+        ({}, True),
+        ({"busy_share": 20_000}, False),  # the engine has time to compute
+        ({"blocks": 900}, False),  # its cache has room
+        ({"capacity_blocks": 0}, False),
+    ],
+)
+async def test_the_ledger_binds_while_an_engine_is_busy_and_full(
+    keyspace: Keyspace, row: dict[str, int], *, binds: bool
+) -> None:
+    sessions = Sessions(keyspace)
+    await sessions.bind(busy=False)
+    await sessions.load(busy=True)
+    await keyspace.change(1, **row)
+    await sessions.tick()
+    decided = await sessions.step(Agent())
+    assert isinstance(decided, Decision)
+    assert bool(decided.session) == binds == bool(await keys(sessions))
+
+
+async def test_without_the_setting_there_is_no_ledger(keyspace: Keyspace) -> None:
+    sessions = Sessions(keyspace)
+    await sessions.bind(held_max_ms=0)
+    decided = await sessions.step(Agent())
+    assert isinstance(decided, Decision)
+    assert (decided.session, await keys(sessions)) == (b"", set())
+
+
+async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessions) -> None:
+    """The ledger binds on for a minute after the last busy second."""
+    first, second = await sessions.turn(LARGE), await sessions.turn(LARGE)
+    held = Agent()
+    assert isinstance(await sessions.step(held, LARGE), Queued)
+    await sessions.load(busy=False)
+    await sessions.keyspace.change(1, prefill_tokens=9_000)  # work is ahead: no time for one more
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.WAITS]
+    packed = bytearray(await cast("Any", sessions.keyspace.store.hget(sessions.keyspace.keys.places, b"")))
+    packed[32:40] = bytes(8)  # the time until which it binds
+    await cast("Any", sessions.keyspace.store.hset(sessions.keyspace.keys.places, b"", bytes(packed)))
+    await sessions.keyspace.change(1, prefill_tokens=0, busy_share=0)
+    await sessions.tick()
+    assert {key for key in await keys(sessions) if not key.startswith(b"way:")} == set()
+    assert await sessions.standing(held) == [Standing.UNKNOWN]
+    assert isinstance(await sessions.again(held), Decision)
+    assert first.sid != second.sid
+
+
+# ---------------------------------------------------------------- who is a session
+
+
+async def test_a_session_is_known_by_its_prompt(sessions: Sessions) -> None:
+    agent, other = await sessions.turn(), await sessions.turn()
+    for blocks in (1, 30, 100):
+        sid = agent.sid
+        await sessions.step(agent, blocks)
+        assert agent.sid == sid != other.sid
+        await sessions.ends(agent)
+
+
+async def test_two_tenants_share_no_session(sessions: Sessions) -> None:
+    agent = await sessions.turn()
+    thief = Agent(agent.hashes, tenant=b"tenant-2")
+    await sessions.step(thief, 10)
+    assert thief.sid != agent.sid
+
+
+async def test_identical_openings_are_sessions_of_their_own(sessions: Sessions) -> None:
+    """Requests of the same prompt at a time are several sessions; afterwards each has its own."""
+    opening = sessions.keyspace.chain(50)
+    agents = [Agent(opening) for _ in range(4)]
+    for agent in agents:
+        await sessions.again(agent)
+    assert len({agent.sid for agent in agents}) == 4
+    for agent in agents:
+        await sessions.ends(agent)
+    for agent in agents:
+        await sessions.step(agent, 10)
+    assert len({agent.sid for agent in agents}) == 4
+    for agent in agents:
+        await sessions.ends(agent)
+    for agent in agents:
+        sid = agent.sid
+        await sessions.step(agent, 10)
+        assert agent.sid == sid
+
+
+async def test_a_fork_has_a_session_of_its_own_with_its_parents_arrival(sessions: Sessions) -> None:
+    parent = await sessions.turn()
+    await sessions.passes(parent, 5)
+    await sessions.step(parent, 10)
+    child = Agent(parent.hashes)
+    await sessions.step(child, 12)
+    assert child.sid != parent.sid
+    assert (await sessions.record(child)).first_ms == (await sessions.record(parent)).first_ms
+
+
+async def test_a_system_prompt_is_no_session(sessions: Sessions) -> None:
+    """A prompt that others have but for less than two blocks names no session."""
+    system = sessions.keyspace.chain(40)
+    await sessions.keyspace.hold(1, system)
+    first = Agent(system, hint=CHAT)
+    await sessions.step(first, 1)
+    await sessions.ends(first, "o")
+    second = Agent(first.hashes, hint=CHAT)
+    await sessions.step(second, 1)
+    assert second.sid != first.sid
+
+
+async def test_a_named_session_is_known_by_its_name_alone(sessions: Sessions) -> None:
+    agent = await sessions.turn(name=b"nameofsession")
+    agent.hashes = b""
+    await sessions.step(agent, 60)
+    assert agent.sid == b"nameofsession"
+
+
+async def test_an_invented_name_for_each_request_gains_nothing(sessions: Sessions) -> None:
+    """The prompt shows whose step it is: a fork of an agent waits like a new agent."""
+    agent = await sessions.turn(LARGE, name=b"name-00000001")
+    await sessions.turn(LARGE)
+    await sessions.passes(agent, 100)
+    first = (await sessions.record(agent)).first_ms
+    await sessions.tick()
+    await sessions.turn(LARGE)
+    renamed = Agent(agent.hashes, hint=0, name=b"name-00000002")
+    assert isinstance(await sessions.step(renamed, 10), Queued)
+    assert (await sessions.record(renamed)).first_ms == first
+
+
+# ---------------------------------------------------------------- who has a place
+
+
+async def test_sessions_are_let_in_until_most_of_the_cache_is_theirs(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held = Agent()
+    told = await sessions.step(held, LARGE)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    assert (told.outcome, told.hold.ahead, told.hold.in_line, told.hold.paused) == ("held", 0, 1, False)
+    assert told.hold.predicted_s > 0
+    small = Agent()
+    assert isinstance(await sessions.step(small, 10), Queued), "nobody passes"
+
+
+async def test_others_than_agents_are_never_held(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    chat = Agent(hint=CHAT)
+    for _ in range(3):
+        assert isinstance(await sessions.step(chat, LARGE), Decision)
+        await sessions.ends(chat, "o")
+        await sessions.passes(chat, 100)
+    assert (await sessions.record(chat)).place == Place.OUT
+
+
+async def test_a_session_that_comes_back_soon_is_an_agents(sessions: Sessions) -> None:
+    chat = Agent(hint=CHAT)
+    await sessions.step(chat, 100)
+    await sessions.ends(chat, "o")
+    assert (await sessions.record(chat)).place == Place.OUT
+    await sessions.step(chat, 10)
+    assert (await sessions.record(chat)).place == Place.IN
+    await sessions.ends(chat, "o")
+    assert (await sessions.record(chat)).place == Place.IN, "its answers are followed soon"
+
+
+async def test_of_each_kind_redis_learns_whether_its_sessions_are_agents(sessions: Sessions) -> None:
+    for number in range(11):
+        named = Agent(hint=0, name=b"name-%08d" % number)
+        await sessions.step(named, 20)
+        assert (await sessions.record(named)).place == Place.OUT
+        await sessions.ends(named, "t")
+    fresh = Agent(hint=0, name=b"another-named")
+    await sessions.step(fresh, 20)
+    assert (await sessions.record(fresh)).place == Place.IN, "named sessions turned out to be agents"
+    assert (await sessions.record(await sessions.turn(20, "?", hint=CHAT))).place == Place.OUT, "others may be people"
+
+
+@pytest.mark.parametrize(("finish", "place"), [("t", Place.IN), ("o", Place.OUT), ("?", Place.IN)])
+async def test_an_answer_without_tool_calls_gives_up_the_place(sessions: Sessions, finish: Any, place: Place) -> None:
+    agent = await sessions.turn(100, finish)
+    assert (await sessions.record(agent)).place == place
+
+
+async def test_an_ended_session_is_forgotten(sessions: Sessions) -> None:
+    agent = await sessions.turn(100, "e")
+    assert not await cast("Any", sessions.keyspace.store.hexists(sessions.keyspace.keys.sessions, agent.sid))
+
+
+async def test_a_place_ends_when_computing_anew_is_cheaper(sessions: Sessions) -> None:
+    """16,000 tokens are computed in 1.6 s, and the least time is 5 s."""
+    agent, held = await sessions.turn(LARGE), Agent()
+    await sessions.turn(LARGE)
+    await sessions.step(held, LARGE)
+    await sessions.passes(agent, 4)
+    await sessions.tick()
+    assert (await sessions.record(agent)).place == Place.IN
+    assert await sessions.standing(held) == [Standing.WAITS]
+    await sessions.passes(agent, 2)
+    await sessions.tick()
+    assert (await sessions.record(agent)).place == Place.OUT
+    assert await sessions.standing(held) == [Standing.TURN]
+    assert isinstance(await sessions.again(held), Decision)
+
+
+async def test_a_request_goes_to_the_engine_that_has_the_session(keyspace: Keyspace) -> None:
+    sessions = Sessions(keyspace)
+    await sessions.bind(2)
+    agent = await sessions.turn()
+    slot = (await sessions.record(agent)).slot
+    await keyspace.change(slot, prefill_tokens=8_000, in_flight=3)
+    decided = await sessions.step(agent, 100)
+    assert isinstance(decided, Decision)
+    assert (decided.worker_id, decided.why) == (f"w{slot}.0", "place")
+    await sessions.ends(agent)
+    await keyspace.change(slot, flags=0)
+    decided = await sessions.step(agent, 100)
+    assert isinstance(decided, Decision), "its engine is away"
+    assert decided.worker_id == f"w{3 - slot}.0"
+
+
+async def test_a_session_larger_than_all_places_runs_alone(sessions: Sessions) -> None:
+    agent = await sessions.turn(CAPACITY_BLOCKS - 20)
+    assert (await sessions.record(agent)).place == Place.IN
+    held = Agent()
+    await sessions.step(held, CAPACITY_BLOCKS - 20)
+    assert held.held
+    await sessions.passes(agent, 100)
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.TURN]
+
+
+async def test_an_engine_with_time_takes_one_more(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held, later = Agent(), Agent()
+    await sessions.step(held, LARGE)
+    await sessions.step(later, LARGE)
+    await sessions.load(busy=False)
+    await sessions.tick()
+    assert await sessions.standing(held, later) == [Standing.TURN, Standing.WAITS], "one a second"
+
+
+async def test_room_that_others_have_booked_is_none_for_sessions(sessions: Sessions) -> None:
+    await sessions.keyspace.change(1, decode_tokens=16 * 600, in_flight=2)
+    await sessions.tick()
+    await sessions.turn(LARGE)
+    assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+
+
+# ---------------------------------------------------------------- pauses, and the line
+
+
+async def grown(sessions: Sessions, *agents: Agent, tokens: int = 16 * 600) -> None:
+    for agent in agents:
+        await sessions.change(agent, tokens=tokens)
+    await sessions.tick()
+
+
+async def test_the_youngest_idle_session_is_paused(sessions: Sessions) -> None:
+    old, young, running = await sessions.turn(200), await sessions.turn(200), await sessions.turn(200)
+    await sessions.step(running, 1)
+    await grown(sessions, old, young, running, tokens=16 * 450)
+    assert [(await sessions.record(each)).place for each in (old, young, running)] == [Place.IN, Place.OUT, Place.IN]
+    yields = sessions.keyspace.keys.prefix + "yields:w1.0"
+    told = await cast("Any", sessions.keyspace.store.lrange(yields, 0, -1))
+    assert told == [(await sessions.record(young)).reservation]
+    assert 0 < await sessions.keyspace.store.ttl(yields) <= 30
+
+
+async def test_a_paused_session_comes_before_new_ones_and_waits_a_minute_at_most(sessions: Sessions) -> None:
+    old, young, fresh = await sessions.turn(LARGE), await sessions.turn(LARGE), Agent()
+    await sessions.step(fresh, LARGE)
+    await grown(sessions, old, young)
+    told = await sessions.step(young, 1)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    assert (told.hold.paused, told.hold.ahead) == (True, 0)
+    await sessions.change(young, since_ms=(await sessions.record(young)).since_ms - 59_000)
+    await sessions.passes(old, 0)
+    await sessions.tick()
+    assert await sessions.standing(young, fresh) == [Standing.WAITS, Standing.WAITS]
+    await sessions.change(young, since_ms=(await sessions.record(young)).since_ms - 2_000)
+    await sessions.tick()
+    assert await sessions.standing(young, fresh) == [Standing.TURN, Standing.WAITS]
+
+
+async def test_new_sessions_come_in_the_order_of_their_arrival(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    blocker = await sessions.turn(LARGE)
+    held = [Agent() for _ in range(3)]
+    for agent in held:
+        await sessions.step(agent, LARGE)
+    while held:
+        await sessions.passes(blocker, 100)
+        await sessions.tick()
+        assert await sessions.standing(*held) == [Standing.TURN, *[Standing.WAITS] * (len(held) - 1)]
+        blocker = held.pop(0)
+        await sessions.again(blocker)
+        await sessions.ends(blocker)
+
+
+async def test_a_tenant_with_few_sessions_comes_before_one_with_many(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    blocker = await sessions.turn(LARGE)
+    many = [Agent() for _ in range(10)]
+    for agent in many:
+        await sessions.step(agent, LARGE)
+    few = Agent(tenant=b"tenant-2")
+    await sessions.step(few, LARGE)
+    await sessions.passes(blocker, 100)
+    await sessions.tick()
+    assert await sessions.standing(few) == [Standing.TURN]
+    assert Standing.TURN not in await sessions.standing(*many)
+
+
+async def test_a_higher_class_comes_first(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    blocker = await sessions.turn(LARGE)
+    usual, urgent = Agent(), Agent(sessions.keyspace.chain(LARGE))
+    await sessions.step(usual, LARGE)
+    ask = sessions.keyspace.ask(urgent.hashes, reservation=f"wf-0{'u' * 21}", session=bytes([Hint.TOOLS]), priority=-1)
+    told = await sessions.fleet.queue.decide_in_turn(ask)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    urgent.sid = told.hold.session
+    await sessions.passes(blocker, 100)
+    await sessions.tick()
+    assert await sessions.standing(urgent, usual) == [Standing.TURN, Standing.WAITS]
+
+
+# ---------------------------------------------------------------- nobody is held for ever
+
+
+async def test_a_held_session_leaves_with_its_replica(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    lost, told = Agent(), Agent()
+    await sessions.step(lost, LARGE)
+    await sessions.step(told, LARGE)
+    await sessions.change(lost, heard_ms=(await sessions.record(lost)).heard_ms - 6_000)
+    await sessions.tick()
+    assert await sessions.standing(lost, told) == [Standing.UNKNOWN, Standing.WAITS]
+    left = await sessions.fleet.ledger.poll([], [told.sid])
+    assert left.in_line == 0
+
+
+async def test_a_place_that_nobody_takes_is_given_up(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    blocker = await sessions.turn(LARGE)
+    lost, later = Agent(), Agent()
+    await sessions.step(lost, LARGE)
+    await sessions.step(later, LARGE)
+    await sessions.passes(blocker, 100)
+    await sessions.tick()
+    assert await sessions.standing(lost, later) == [Standing.TURN, Standing.WAITS]
+    await sessions.change(lost, heard_ms=(await sessions.record(lost)).heard_ms - 6_000)
+    await sessions.tick()
+    assert await sessions.standing(later) == [Standing.TURN]
+
+
+async def test_requests_that_were_lost_with_their_replica_do_not_keep_a_place(sessions: Sessions) -> None:
+    agent = Agent()
+    await sessions.step(agent, LARGE)
+    await sessions.passes(agent, 40)
+    await sessions.tick()
+    assert (await sessions.record(agent)).running == 1, "its lease is alive"
+    assert agent.asked is not None
+    await sessions.keyspace.expire(agent.asked.reservation)
+    await sessions.tick()
+    await sessions.tick()
+    assert (await sessions.record(agent)).place == Place.OUT
+
+
+async def test_a_lost_ledger_holds_nobody(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held = Agent()
+    await sessions.step(held, LARGE)
+    await sessions.keyspace.store.delete(
+        *[getattr(sessions.keyspace.keys, name) for name in ("sessions", "session_line")]
+    )
+    assert await sessions.standing(held) == [Standing.UNKNOWN]
+    await sessions.tick()
+    assert isinstance(await sessions.again(held), Decision)
+
+
+async def test_a_spoilt_record_counts_as_absent(sessions: Sessions) -> None:
+    agent = await sessions.turn()
+    await cast("Any", sessions.keyspace.store.hset(sessions.keyspace.keys.sessions, agent.sid, b"short"))
+    assert isinstance(await sessions.step(agent, 10), Decision)
+    await sessions.tick()
+
+
+async def test_the_number_of_sessions_is_bounded(sessions: Sessions) -> None:
+    store, name = sessions.keyspace.store, sessions.keyspace.keys.sessions
+    agent = await sessions.turn()
+    packed = await cast("Any", store.hget(name, agent.sid))
+    await cast("Any", store.hset(name, mapping={f"other-{number:07}": packed for number in range(4_096)}))
+    decided = await sessions.step(Agent())
+    assert isinstance(decided, Decision)
+    assert decided.session == b""
+
+
+async def test_the_view_tells_who_is_in_and_who_is_held(sessions: Sessions) -> None:
+    agent, held = await sessions.turn(LARGE), Agent()
+    await sessions.turn(LARGE)
+    await sessions.step(held, LARGE)
+    await sessions.tick()
+    view = await sessions.fleet.ledger.read()
+    (engine,) = view.engines
+    assert (engine.worker_id, engine.inside, engine.idle) == ("w1.0", 2, 2)
+    assert engine.taken_tokens == pytest.approx(2 * 16 * LARGE, abs=2)
+    assert engine.capacity_tokens == pytest.approx(16 * CAPACITY_BLOCKS, rel=0.01)
+    assert [each.session for each in view.held] == [held.sid]
+    known = {each.session: each for each in view.sessions}
+    assert known[agent.sid].calls_tools
+    assert (await sessions.record(agent)).traits & Trait.PLACED
