@@ -122,7 +122,10 @@ if binds and session ~= "" and tenant ~= "" and policy == "cost" and mode ~= MOD
     priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,
     leases_key = leases_key })
   if held then return held end
-  if engine ~= w then w, why, match_seen = engine, word or why, s.matched[engine] or 0 end
+  if engine ~= w then
+    w, why, match_seen, s.room = engine, word or why, s.matched[engine] or 0, {}
+    for i = 1, s.count do s.room[i] = i == w and 1 or 0 end
+  end
 end
 
 local served -- a function to call with the request's work once it is booked

@@ -63,8 +63,9 @@ class Plan:
     direct: sessions that go past the fleet to the engine of this number. known: how the fleet knows of them:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
-    queue: limits of the fleet's queue; by default requests never wait. sessions: of the ledger; by default there is none. tenants: 8 bytes for sessions that are not of
-    the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
+    queue: limits of the fleet's queue; by default requests never wait. sessions: limits of the ledger; by default there
+    is none. tenants: 8 bytes for sessions that are not of the same tenant as all others. dispatch_s: from a decision
+    until its request is at the engine.
     sorting: each request gets the priority that routers send to engines that sort.
     pools: how many engines each pool of the served model has; empty: it has one pool. depth_tokens: of a prompt's
     beginning, by which its home pools are found.

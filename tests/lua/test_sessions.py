@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.support.fleet.keyspace import Keyspace
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
 from warmfleet.fleet import Decision, Hint, Place, Queued, Standing
 from warmfleet.fleet.rows import Trait
+
+if TYPE_CHECKING:
+    from tests.support.fleet.keyspace import Keyspace
 
 CHAT = 0  # hint of a request without a name and tools
 LARGE = 300  # blocks: two such sessions fit into an engine, of which .8 of 1,000 are for sessions

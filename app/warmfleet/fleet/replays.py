@@ -75,8 +75,11 @@ def _choice(record: dict[str, Any], answer: Any) -> Choice:
         raise BadRequest(f"{record['reservation']} cannot be replayed: {str(answer).splitlines()[0][-SHOWN:]}")
     if isinstance(answer, Exception):
         raise answer
-    name, why, cost_s, matched_tokens = answer
-    return Choice(name.decode(), why.decode(), cost_s.decode(), matched_tokens)
+    name, told, cost_s, matched_tokens = answer
+    why = told.decode()
+    if why == "room" and record.get("why") == "place":  # only the engine of its session had room for it
+        why = "place"
+    return Choice(name.decode(), why, cost_s.decode(), matched_tokens)
 
 
 def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
