@@ -26,7 +26,8 @@ async def sessions(keyspace: Keyspace) -> Sessions:
 
 async def keys(sessions: Sessions) -> set[bytes]:
     prefix = sessions.keyspace.keys.prefix.encode()
-    names = {key[len(prefix) :] for key in await sessions.keyspace.store.keys() if key.startswith(prefix)}
+    found: Any = await sessions.keyspace.store.keys()
+    names: set[bytes] = {key[len(prefix) :] for key in found if key.startswith(prefix)}
     return {name for name in names if name.startswith((b"sessions", b"session_line", b"places", b"way:"))}
 
 

@@ -100,9 +100,15 @@ return function(prefix, now, constants, rows, bound)
         r.place, r.heard = PLACE_OUT, 0
         ledger.write(sid, r)
         call("ZREM", line, sid)
+      else
+        held[#held + 1] = sid
       end
       if (place ~= PLACE_OUT) and (k + 1) / 2 % every == 0 then shared[#shared + 1] = common end
     end
+  end
+  if #held ~= call("ZCARD", line) then -- Redis lost the line, or a part of the records
+    call("DEL", line)
+    for _, sid in ipairs(held) do call("ZADD", line, format("%.0f", ledger.stands(ledger.read(sid))), sid) end
   end
   table.sort(shared)
   state.common = shared[math.ceil(#shared / 4)] or 0

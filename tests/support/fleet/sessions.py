@@ -29,10 +29,7 @@ class Agent:
     name: bytes = b""
     sid: bytes = b""
     asked: Question | None = None
-
-    @property
-    def held(self) -> bool:
-        return self.sid != b"" and self.asked is None
+    held: bool = False
 
 
 class Sessions:
@@ -64,14 +61,15 @@ class Sessions:
 
     async def tick(self) -> None:
         """Do what is done once a second, an hour within grace."""
-        state = (await self.keyspace.store.get(self.keyspace.keys.tick)).split()
+        told: Any = await self.keyspace.store.get(self.keyspace.keys.tick)
+        state: list[bytes] = told.split()
         state[0] = b"%d" % (time.time() * 1000 - 1_000)
         await self.keyspace.store.set(self.keyspace.keys.tick, b" ".join(state))
         await self.fleet.upkeep.tick()
 
     async def step(self, agent: Agent, blocks: int = 100, answer: int = 0) -> Decision | Queued:
         """Ask for the agent's next prompt, which has so many blocks more than the last, or again for a held one."""
-        if agent.sid == b"" or (agent.asked is None and not agent.held) or not agent.held:
+        if not agent.held:
             agent.hashes = self.keyspace.chain(len(agent.hashes) // 8 + blocks, agent.hashes)
         return await self.again(agent, answer)
 
@@ -85,10 +83,10 @@ class Sessions:
         ask.decode_tokens = ask.prompt_tokens + answer
         told = await self.fleet.queue.decide_in_turn(ask)
         if isinstance(told, Decision):
-            agent.asked, agent.sid = ask, told.session
+            agent.asked, agent.sid, agent.held = ask, told.session, False
         else:
             assert told.hold is not None
-            agent.asked, agent.sid = None, told.hold.session
+            agent.asked, agent.sid, agent.held = None, told.hold.session, True
         return told
 
     async def ends(self, agent: Agent, finish: Literal["t", "e", "o", "?"] = "t") -> None:
