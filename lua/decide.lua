@@ -26,13 +26,15 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       empty if it is not known),
       then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
-      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none)}, in mode 2 then
-      what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens that it has used}; or
+      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none)}, in mode 2
+      then what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens
+      that it has used}; or
       {QUEUED, FULL or DISPLACED, number of waiting tickets, ms of work in them, price of the turn in seconds
       (decide/wait_turn), matched_tokens}: nothing is booked, and only with QUEUED the request has a ticket; or
+      {HELD, session's id, number of sessions before it in the line, sessions in the line, ms until its turn as
+      predicted, 1 if it was paused, else 0}: nothing is booked, and hold tells its turn; or
       {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass}: nothing is
-      booked; or {HELD, session's id, number of sessions before it in the line, sessions in the line, ms until its turn as
-      predicted, 1 if it was paused, else 0}: nothing is booked, and hold tells its turn; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
+      booked; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
 Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait; at most 8 leases reaped
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
       session_line, places, way:<tenant><hash>
@@ -82,7 +84,8 @@ if known then
   if stage == STAGE_TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
   local worker = sub(known, worker_at, worker_at + length - 1)
   local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
-  return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known", "" }
+  return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known",
+    "" }
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
@@ -117,13 +120,13 @@ local w, why, match_seen = verified_choice(s, prefix, choose)
 
 local note_session -- a function to call once the request is booked
 if binds and session ~= "" and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
-  local held, engine, word
-  held, engine, word, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
+  local held, engine
+  held, engine, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
     priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,
-    leases_key = leases_key })
+    leases_key = leases_key, came_ms = time[1] * 1000 + time[2] / 1000 })
   if held then return held end
   if engine ~= w then
-    w, why, match_seen, s.room = engine, word or why, s.matched[engine] or 0, {}
+    w, why, match_seen, s.room = engine, "place", s.matched[engine] or 0, {}
     for i = 1, s.count do s.room[i] = i == w and 1 or 0 end
   end
 end

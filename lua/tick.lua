@@ -166,9 +166,8 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local rows
   median, room, rows = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local replica = (include "shared/constants")(constants)
-  if bound or replica and replica.held_max_ms > 0 then
-    bound = replica and replica.held_max_ms > 0 and short == 0 and (include "tick/sessions")(prefix, now, replica, rows, bound)
-  end
+  local keeps = replica and replica.held_max_ms > 0 and short == 0
+  if bound or keeps then bound = keeps and (include "tick/sessions")(prefix, now, replica, rows, bound) end
   local trials = include "tick/trials"
   trials(keys, now, ttl_ms, grace)
 end

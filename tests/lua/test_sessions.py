@@ -407,6 +407,8 @@ async def test_requests_that_were_lost_with_their_replica_do_not_keep_a_place(se
     assert agent.asked is not None
     await sessions.keyspace.expire(agent.asked.reservation)
     await sessions.tick()
+    assert (await sessions.record(agent)).running == 0
+    await sessions.passes(agent, 40)
     await sessions.tick()
     assert (await sessions.record(agent)).place == Place.OUT
 

@@ -2,45 +2,46 @@
 shared/sessions: the ledger of sessions: which conversations of agents have a place, the right to keep their context in
 an engine's cache.
 
-Guarantee: a record that is no record of this version counts as absent. Takes the key prefix and the time in ms.
-Returns a table of functions:
-  read(sid): the record as a table, by the names of SessionRecord in app/warmfleet/fleet/rows.py (its fields that end in
-    _ms without that ending; `shared`, `booked` without _tokens); nil if there is none
+Guarantee: a record that is none of this version counts as absent. Takes the key prefix and the time in ms. Returns a
+table of functions:
+  read(sid): the record as a table, by the names of SessionRecord in app/warmfleet/fleet/rows.py (those that end in _ms
+    or _tokens without that ending); nil if there is none
   write(sid, record), drop(sid)
-  state(): the numbers of the whole ledger (keep_state writes them):
+  state(), keep_state(state): read and write the numbers of the whole ledger:
     common    tokens with which most sessions begin, so that an engine has them once
     gap       ms in which an engine computes a whole cache: the longest time for which a place is kept without a request
-    usual     ms within which most sessions come back, learned
     place_ms  mean time for which a session keeps its place
     least     tokens of a prompt below which a request without name and tools is not looked at
     until_ms  time until which the ledger binds
     inside    number of sessions with a place
     shares    by KIND_: share of the sessions that turned out to be agents
-  engine(slot): tokens of the sessions in there, tokens that may be taken, and whether it has time to compute; nil: unknown
-  is_agent(record, state), judge(record, state, hit): tells whether the session waits for tools, not for a person; lets the kind
-    of the session learn from it, once
-  stands(record): the score of a held session in the line: its priority class, paused before new, first arrival
+  engine(slot), keep_engine(slot, …): read and write tokens of the sessions in there, tokens that sessions may take,
+    whether it has time to compute; nil: not known
+  is_agent(record, state): whether the session waits for tools, not for a person
+  judge(record, state, hit): the kind of the session learns from it, once, whether its sessions are agents
+  stands(record): score of a held session in the line: priority class, paused before new, arrival
   own_tokens(record, state): tokens of its context beyond the common ones
-Keys: sessions, session_line, places
+  wait_ms(state, ahead): the wait of a session with so many before it
+  enters(record), leaves(record, state): note that the session gets or gives up a place
+Keys that depend on data: sessions, places
 --]]
 local call, pack, unpack_from, sub = redis.call, struct.pack, struct.unpack, string.sub
-local min, max = math.min, math.max
-local STATE = ">dddddddddd"
+local min, max, band, format = math.min, math.max, bit.band, string.format
+local STATE, STATE_BYTES = ">ddddddddd", 72
 local ENGINE = ">ddB"
 local DEFAULT_GAP_MS, DEFAULT_PLACE_MS = 20000, 60000
-local LEARNS = 0.0625 -- weight of a session's outcome in the share of its kind
-local COMES_BACK, STEP = 0.9, 0.1 -- share of the returns that `usual` covers; pace at which it is learned
-local AGENT_SHARE = 0.5 -- share of a kind's sessions from which on a first request counts as an agent's
-local NEW_AFTER, CLASS_AFTER = 2 ^ 42, 2 ^ 43 -- in the line: distance of new sessions behind paused ones, and of classes
+local LEARNS = 0.0625 -- weight of a session in the share of its kind, and in the mean time of a place
+local AGENT_SHARE = 0.5 -- share of a kind's sessions from which on its first requests count as agents'
+local NEW_AFTER, CLASS_AFTER = 2 ^ 42, 2 ^ 43 -- in the line: distance of new sessions behind paused ones; of classes
 
 return function(prefix, now)
   local sessions, places, ledger = prefix .. "sessions", prefix .. "places", {}
 
   function ledger.read(sid)
     local packed = call("HGET", sessions, sid)
-    if not packed or #packed < SESSION_BYTES + 16 then return nil end
-    local first, since, in_ms, heard, slot, tokens, shared, booked, gap, blocks, running, place, kind, traits, priority, at
-      = unpack_from(SESSION, packed)
+    if not packed or #packed < SESSION_BYTES + SESSION_TEXTS then return nil end
+    local first, since, in_ms, heard, slot, tokens, shared, booked, gap, blocks, running, place, kind, traits, priority,
+      at = unpack_from(SESSION, packed)
     return { first = first, since = since, in_ms = in_ms, heard = heard, slot = slot, tokens = tokens, shared = shared,
       booked = booked, gap = gap, blocks = blocks, running = running, place = place, kind = kind, traits = traits,
       priority = priority, tenant = sub(packed, at, at + 7), tail = sub(packed, at + 8, at + 15),
@@ -56,46 +57,41 @@ return function(prefix, now)
 
   function ledger.state()
     local packed = call("HGET", places, "")
-    if not packed or #packed < 80 then
-      return { common = 0, gap = DEFAULT_GAP_MS, place_ms = DEFAULT_PLACE_MS, least = 0, until_ms = 0,
-        inside = 0, usual = DEFAULT_GAP_MS, shares = { [KIND_PLAIN] = 0, [KIND_TOOLS] = 1, [KIND_NAMED] = 0 } }
+    local common, gap, place_ms, least, until_ms, inside, plain, tools, named =
+      0, DEFAULT_GAP_MS, DEFAULT_PLACE_MS, 0, 0, 0, 0, 1, 0
+    if packed and #packed >= STATE_BYTES then
+      common, gap, place_ms, least, until_ms, inside, plain, tools, named = unpack_from(STATE, packed)
     end
-    local common, gap, place_ms, least, until_ms, inside, usual, plain, tools, named = unpack_from(STATE, packed)
-    return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside, usual = usual,
+    return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside,
       shares = { [KIND_PLAIN] = plain, [KIND_TOOLS] = tools, [KIND_NAMED] = named } }
   end
 
   function ledger.keep_state(state)
     local shares = state.shares
-    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms, state.inside, state.usual,
-      shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
+    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms,
+      state.inside, shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
   end
 
   function ledger.engine(slot)
-    local packed = call("HGET", places, string.format("%d", slot))
+    local packed = call("HGET", places, format("%d", slot))
     if not packed then return nil end
     local taken, capacity, time = unpack_from(ENGINE, packed)
     return taken, capacity, time == 1
   end
 
   function ledger.keep_engine(slot, taken, capacity, has_time)
-    call("HSET", places, string.format("%d", slot), pack(ENGINE, taken, capacity, has_time and 1 or 0))
+    call("HSET", places, format("%d", slot), pack(ENGINE, taken, capacity, has_time and 1 or 0))
   end
 
+  -- A first request without a name and tools may be a person's, so it never counts as an agent's.
   function ledger.is_agent(r, state)
-    if bit.band(r.traits, TRAIT_CALLED) ~= 0 then return true end
-    if bit.band(r.traits, TRAIT_STEPPED) ~= 0 then return r.gap > 0 and r.gap <= state.gap end
+    if band(r.traits, TRAIT_CALLED) ~= 0 then return true end
+    if band(r.traits, TRAIT_STEPPED) ~= 0 then return r.gap > 0 and r.gap <= state.gap end
     return r.kind ~= KIND_PLAIN and state.shares[r.kind] >= AGENT_SHARE
   end
 
-  -- Learn the time within which COMES_BACK of the agents' requests follow the answer before.
-  function ledger.came_back(state, gap)
-    state.usual = state.usual * (gap > state.usual and 1 + STEP * COMES_BACK or 1 - STEP * (1 - COMES_BACK))
-    ledger.keep_state(state)
-  end
-
   function ledger.judge(r, state, hit)
-    if bit.band(r.traits, TRAIT_JUDGED) ~= 0 then return end
+    if band(r.traits, TRAIT_JUDGED) ~= 0 then return end
     r.traits = r.traits + TRAIT_JUDGED
     local share = state.shares[r.kind]
     state.shares[r.kind] = share + LEARNS * ((hit and 1 or 0) - share)
@@ -108,18 +104,16 @@ return function(prefix, now)
 
   function ledger.wait_ms(state, ahead) return math.ceil((ahead + 1) * state.place_ms / max(1, state.inside)) end
 
-  -- Note that a session gets a place.
   function ledger.enters(r)
     r.place, r.in_ms, r.traits = PLACE_IN, now, bit.bor(r.traits, TRAIT_PLACED)
   end
 
-  -- Note that a session gives up its place, after its end or a pause.
   function ledger.leaves(r, state)
     if r.place == PLACE_IN and r.in_ms > 0 then
       state.place_ms = state.place_ms + LEARNS * (max(0, now - r.in_ms) - state.place_ms)
       ledger.keep_state(state)
     end
-    r.place, r.in_ms = PLACE_OUT, 0
+    r.place, r.in_ms, r.heard = PLACE_OUT, 0, 0
   end
 
   return ledger
