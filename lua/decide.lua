@@ -118,7 +118,7 @@ local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAI
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
-local note_session -- a function to call once the request is booked
+local note_session -- a function to call once the request is booked, or must wait
 if binds and session ~= "" and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
   local held, engine
   held, engine, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
@@ -159,7 +159,10 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
       queue_max = may_wait ~= "0" and replica.queue_max or 0, displaces = may_wait == "1",
       prefix = prefix, per_minute = per_minute, dry = mode == MODE_DRY,
     }, with_room, everybody, queue2_key, leases_key)
-    if waits and mode ~= MODE_DRY then return waits end
+    if waits and mode ~= MODE_DRY then
+      if note_session then note_session() end
+      return waits
+    end
     s.waits, s.turn_s = waits ~= nil, waits and waits[4]
     if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
   end

@@ -187,7 +187,9 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
 
 def table(rows: Iterable[Row]) -> str:
     names = ("sessions_per_hour", "session_p50_s", "session_p95_s", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s",
-             "ttft_below_2s", "recomputed", "chats_ttft_mean_s", "chats_ttft_p50_s", "busy")  # fmt: skip
+             "ttft_below_2s", "recomputed", "held", "longest_hold_s", "longest_pause_s", "hold_over_told_p50",
+             "hold_over_told_p90", "over_limit",
+             "chats_ttft_mean_s", "chats_ttft_p50_s", "busy")  # fmt: skip
     cells = [(row.cell, row.variant, *(f"{row.figures[name]:.4g}" if name in row.figures else "" for name in names))
              for row in rows]  # fmt: skip
     return markdown(("cell", "variant", *names), cells)

@@ -42,8 +42,12 @@ class VirtualTickets:
         self._waiting: dict[str, tuple[Request, Question, float]] = {}  # by ticket; with time of arrival
         self._decided: dict[str, float] = {}  # when each ticket was decided last, the first of them first
         self._instead: dict[str, Instead] = {}
-        self.held: dict[str, tuple[Request, Question, float]] = {}  # by reservation; with the time since which it waits
-        self.holds: list[tuple[Request, float]] = []  # requests that were held, and for how long
+        self.held: dict[
+            str, tuple[Request, Question, float, Hold]
+        ] = {}  # by reservation; time, and answer, of the first
+        self.holds: list[
+            tuple[float, float, Hold]
+        ] = []  # of held requests the times of begin and end, the first answer
         self._holds_next: float | None = None
         self._polled = 0.0
         self._next: float | None = None  # time of the next poll
@@ -82,21 +86,21 @@ class VirtualTickets:
 
     def _hold(self, request: Request, ask: Question, hold: Hold, now: float) -> None:
         """Keep a request whose session has no place. Its id in the ledger is that of the answer."""
-        since = self.held[ask.reservation][2] if ask.reservation in self.held else now
+        _, _, since, first = self.held.get(ask.reservation, (request, ask, now, hold))
         known = replace(ask, session=ask.session[:1] + hold.session)
-        self.held[ask.reservation] = request, known, since
+        self.held[ask.reservation] = request, known, since, first
         if self._holds_next is None:
             self._holds_next = now + HOLD_POLL_S
             self._virtual.at(self._holds_next, self._poll_holds, duty=True)
 
     async def _poll_holds(self, now: float) -> None:
         self._holds_next = None
-        sessions = list({ask.session[1:] for _, ask, _ in self.held.values()})
+        sessions = list({ask.session[1:] for _, ask, _, _ in self.held.values()})
         standing: dict[bytes, Standing] = {}
         for start in range(0, len(sessions), HOLD_AT_ONCE):
             line = await self._fleet.ledger.poll(sessions[start : start + HOLD_AT_ONCE])
             standing |= {session: told.standing for session, told in line.standings.items()}
-        for reservation, (request, ask, since) in list(self.held.items()):
+        for reservation, (request, ask, since, first) in list(self.held.items()):
             if standing[ask.session[1:]] is Standing.WAITS:
                 continue
             answer = await self._fleet.queue.decide_in_turn(ask)
@@ -104,7 +108,7 @@ class VirtualTickets:
                 self._hold(request, ask, answer.hold, now)
                 continue
             del self.held[reservation]
-            self.holds.append((request, now - since))
+            self.holds.append((since, now, first))
             if isinstance(answer, Decision):
                 self._send(request, self._booked(self._fleet, request, answer, now), now)
             else:

@@ -47,6 +47,7 @@ CHATS = 10_000_000  # sessions of this number and above are chats
 LONGEST_HOLD_MS = 100_000_000  # nobody is refused
 CHAT_RATE = 1.2  # requests a second
 START_S = 60.0  # within which the first sessions of a closed loop begin
+HOLD_LIMIT = 1.5  # a new session waits for this multiple of the wait that it was told, at most
 SOON_S = 2.0  # a time to first token below this is good
 ENGINE = EngineConfig(
     wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), ENGINE_BLOCK),
@@ -375,6 +376,15 @@ def figures(cluster: SessionCluster, load: Load) -> dict[str, float]:
     if beside := sorted(step.ttft_s for step in steps if step.session >= CHATS):
         told |= {"chats_ttft_mean_s": statistics.fmean(beside), "chats": len(beside)}
         told |= {f"chats_ttft_p{q}_s": quantile(beside, q / 100) for q in (50, 90)}
+    held = [
+        (began, ended - began, hold) for tickets in cluster.tickets.values() for began, ended, hold in tickets.holds
+    ]
+    if held:
+        fresh = [seconds / hold.predicted_s for began, seconds, hold in held if not hold.paused and began >= since]
+        told |= {"held": len(held) / len(cluster.steps), "longest_hold_s": max(seconds for _, seconds, _ in held)}
+        told["longest_pause_s"] = max((seconds for _, seconds, hold in held if hold.paused), default=0.0)
+        told |= {f"hold_over_told_p{q}": quantile(sorted(fresh or [0.0]), q / 100) for q in (50, 90, 100)}
+        told["over_limit"] = sum(each > HOLD_LIMIT for each in fresh) / max(1, len(fresh))
     cores = [worker.engine for worker in cluster.workers]
     told["busy"] = sum(core.busy_s for core in cores) / len(cores) / until
     told["preemptions"] = sum(core.scheduler.totals.preemptions for core in cores)

@@ -353,6 +353,25 @@ async def test_a_tenant_with_few_sessions_comes_before_one_with_many(sessions: S
     assert Standing.TURN not in await sessions.standing(*many)
 
 
+async def test_a_new_session_waits_for_half_more_than_it_was_told_at_most(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held = Agent()
+    told = await sessions.step(held, LARGE)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    limit_s = 1.5 * told.hold.predicted_s
+    for agent in (1, 2):
+        await sessions.step(Agent(), LARGE)
+        assert agent
+    await sessions.change(held, since_ms=(await sessions.record(held)).since_ms - 1_000 * (limit_s - 3))
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.WAITS]
+    await sessions.change(held, since_ms=(await sessions.record(held)).since_ms - 2_000)
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.TURN]
+
+
 async def test_a_higher_class_comes_first(sessions: Sessions) -> None:
     await sessions.turn(LARGE)
     blocker = await sessions.turn(LARGE)

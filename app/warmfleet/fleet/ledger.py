@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Scripts
 
 ENGINE = struct.Struct(">ddB")  # as lua/parts/shared/sessions.lua packs it
-RECORD_BYTES = struct.calcsize(">4d5I2H4B") + 16
+RECORD_BYTES = struct.calcsize(">4d6I2H4B") + 16
 HOLD_AT_ONCE = 128  # most sessions in one poll
 
 

@@ -144,12 +144,13 @@ class SessionRecord:
     first_ms: F64  # when it came first: its place in the line
     since_ms: F64  # when its last request began or ended; of a held session, since when it waits
     in_ms: F64  # when it got its place; 0: it has none
-    heard_ms: F64  # when a replica last said that a held request of it still waits
+    heard_ms: F64  # when a request of it that waits was last heard of; 0: no request of it waits
     slot: U32  # of the engine that has its context, by the row's slot
     tokens: U32  # of its last prompt and answer
     shared_tokens: U32  # how much of its first prompt some worker had cached: others have that, too
     booked_tokens: U32  # of the load row's decode_tokens, what its running requests have booked
     gap_ms: U32  # mean time between an answer and its next request; 0: not known
+    told_ms: U32  # the wait that was predicted when it began to wait
     blocks: U16  # full blocks of its last prompt
     running: U16  # its requests under way
     place: U8  # Place

@@ -14,13 +14,13 @@ of its parent and all that is known of it. So a client that names each request a
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
 priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions).
-Returns the answer HELD; or nil, the candidate to take, and a function to call once the request is booked, with the
-candidate and the tokens booked there, which returns the session's id.
+Returns the answer HELD; or nil, the candidate to take, and a function: to be called without arguments if the request
+must wait for a turn, and once it is booked with the candidate and the tokens booked there; it returns the session's id.
 Cost: 4 calls; 3 more for a new session, and one for each engine; 3 once it is booked
 Keys that depend on data: sessions, session_line, places, way:<tenant><hash>
 --]]
 local call, sub, floor, max, band = redis.call, string.sub, math.floor, math.max, bit.band
-local log, format = math.log, string.format
+local log, format, min = math.log, string.format, math.min
 local WAYPOINTS, PER_OCTAVE = 8, 4 -- deepest waypoints that are looked at; waypoints in a doubling of depth
 local EXACT = 1e-9 -- makes up for rounding in powers of two
 local MOST_ALIKE = 16 -- most sessions that a waypoint names, the latest
@@ -77,9 +77,9 @@ return function(s, w, request)
     local shared = parent and parent.tokens or 0
     for i = 1, parent and 0 or s.count do shared = max(shared, s.matched[i] or 0) end
     return { first = parent and parent.first or request.came_ms, since = 0, in_ms = 0, heard = 0, slot = 0, tokens = 0,
-      shared = shared, booked = 0, gap = parent and parent.gap or 0, blocks = 0, running = 0, place = PLACE_OUT,
-      kind = kind, traits = parent and parent.traits or 0, priority = 0, tenant = tenant, tail = ("\0"):rep(8),
-      reservation = "" }
+      shared = shared, booked = 0, gap = parent and parent.gap or 0, told = 0, blocks = 0, running = 0,
+      place = PLACE_OUT, kind = kind, traits = parent and parent.traits or 0, priority = 0, tenant = tenant,
+      tail = ("\0"):rep(8), reservation = "" }
   end
 
   local function plain() return nil, w, function() return "" end end
@@ -105,6 +105,10 @@ return function(s, w, request)
   if record.running == 0 or request.tokens > record.tokens then record.tokens = request.tokens end
 
   local function note(i, booked)
+    if not i then
+      record.heard = now
+      return ledger.write(sid, record)
+    end
     record.slot, record.since, record.heard, record.reservation = s.slots[i], now, 0, sub(id, 1, CLIENT_AT - 1)
     record.running, record.booked = record.running + 1, record.booked + booked
     if n > 0 then record.blocks, record.tail = n, block(n) end
@@ -124,7 +128,7 @@ return function(s, w, request)
     for i = 1, s.count do
       if s.slots[i] == record.slot and overdue_s(i) <= LATE_S then return nil, i, note end
     end
-    record.place = PLACE_OUT -- its engine is gone, stands still, or must not be chosen
+    return nil, w, note -- its engine is gone, stands still, or must not be chosen
   end
   local stands = record.place ~= PLACE_OUT
   if not ledger.is_agent(record, state) or is_new and band(flags, HINT_ENDS) ~= 0 then
@@ -162,10 +166,13 @@ return function(s, w, request)
   if not stands then
     record.place, record.since = band(record.traits, TRAIT_PLACED) ~= 0 and PLACE_PAUSED or PLACE_NEW, now
   end
-  record.heard = now
-  ledger.write(sid, record)
   call("ZADD", line, format("%.2f", ledger.stands(record)), sid)
   local ahead = call("ZRANK", line, sid)
-  return { "HELD", sid, ahead, call("ZCARD", line), ledger.wait_ms(state, ahead),
-    record.place == PLACE_PAUSED and 1 or 0 }
+  record.heard = now
+  if not stands then
+    local most = record.place == PLACE_PAUSED and s.constants.paused_max_ms or math.huge
+    record.told = min(ledger.wait_ms(state, ahead), most)
+  end
+  ledger.write(sid, record)
+  return { "HELD", sid, ahead, call("ZCARD", line), record.told, record.place == PLACE_PAUSED and 1 or 0 }
 end

@@ -14,6 +14,7 @@ table of functions:
     least     tokens of a prompt below which a request without name and tools is not looked at
     until_ms  time until which the ledger binds
     inside    number of sessions with a place
+    pace      new sessions of the line that are let in per second, as a mean of some minutes
     shares    by KIND_: share of the sessions that turned out to be agents
   engine(slot), keep_engine(slot, …): read and write tokens of the sessions in there, tokens that sessions may take,
     whether it has time to compute; nil: not known
@@ -27,10 +28,11 @@ Keys that depend on data: sessions, places
 --]]
 local call, pack, unpack_from, sub = redis.call, struct.pack, struct.unpack, string.sub
 local min, max, band, format = math.min, math.max, bit.band, string.format
-local STATE, STATE_BYTES = ">ddddddddd", 72
+local STATE, STATE_BYTES = ">dddddddddd", 80
 local ENGINE = ">ddB"
 local DEFAULT_GAP_MS, DEFAULT_PLACE_MS = 20000, 60000
 local LEARNS = 0.0625 -- weight of a session in the share of its kind, and in the mean time of a place
+local LEAST_TOLD_MS, MOST_TOLD_MS = 20000, 86400000
 local AGENT_SHARE = 0.5 -- share of a kind's sessions from which on its first requests count as agents'
 local NEW_AFTER, CLASS_AFTER = 2 ^ 42, 2 ^ 43 -- in the line: distance of new sessions behind paused ones; of classes
 
@@ -40,36 +42,37 @@ return function(prefix, now)
   function ledger.read(sid)
     local packed = call("HGET", sessions, sid)
     if not packed or #packed < SESSION_BYTES + SESSION_TEXTS then return nil end
-    local first, since, in_ms, heard, slot, tokens, shared, booked, gap, blocks, running, place, kind, traits, priority,
-      at = unpack_from(SESSION, packed)
+    local first, since, in_ms, heard, slot, tokens, shared, booked, gap, told, blocks, running, place, kind, traits,
+      priority, at = unpack_from(SESSION, packed)
     return { first = first, since = since, in_ms = in_ms, heard = heard, slot = slot, tokens = tokens, shared = shared,
-      booked = booked, gap = gap, blocks = blocks, running = running, place = place, kind = kind, traits = traits,
-      priority = priority, tenant = sub(packed, at, at + 7), tail = sub(packed, at + 8, at + 15),
+      booked = booked, gap = gap, told = told, blocks = blocks, running = running, place = place, kind = kind,
+      traits = traits, priority = priority, tenant = sub(packed, at, at + 7), tail = sub(packed, at + 8, at + 15),
       reservation = sub(packed, at + 16) }
   end
 
   function ledger.write(sid, r)
     call("HSET", sessions, sid, pack(SESSION, r.first, r.since, r.in_ms, r.heard, r.slot, r.tokens, r.shared, r.booked,
-      r.gap, r.blocks, r.running, r.place, r.kind, r.traits, r.priority) .. r.tenant .. r.tail .. r.reservation)
+      r.gap, r.told, r.blocks, r.running, r.place, r.kind, r.traits, r.priority) .. r.tenant .. r.tail .. r.reservation)
   end
 
   function ledger.drop(sid) call("HDEL", sessions, sid) end
 
   function ledger.state()
     local packed = call("HGET", places, "")
-    local common, gap, place_ms, least, until_ms, inside, plain, tools, named =
-      0, DEFAULT_GAP_MS, DEFAULT_PLACE_MS, 0, 0, 0, 0, 1, 0
+    local common, gap, place_ms, least, until_ms, inside, pace, plain, tools, named =
+      0, DEFAULT_GAP_MS, DEFAULT_PLACE_MS, 0, 0, 0, 0, 0, 1, 0
     if packed and #packed >= STATE_BYTES then
-      common, gap, place_ms, least, until_ms, inside, plain, tools, named = unpack_from(STATE, packed)
+      common, gap, place_ms, least, until_ms, inside, pace, plain, tools, named = unpack_from(STATE, packed)
     end
     return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside,
+      pace = pace,
       shares = { [KIND_PLAIN] = plain, [KIND_TOOLS] = tools, [KIND_NAMED] = named } }
   end
 
   function ledger.keep_state(state)
     local shares = state.shares
     call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms,
-      state.inside, shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
+      state.inside, state.pace, shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
   end
 
   function ledger.engine(slot)
@@ -102,7 +105,10 @@ return function(prefix, now)
 
   function ledger.own_tokens(r, state) return max(0, r.tokens - min(r.shared, state.common)) end
 
-  function ledger.wait_ms(state, ahead) return math.ceil((ahead + 1) * state.place_ms / max(1, state.inside)) end
+  function ledger.wait_ms(state, ahead)
+    local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
+    return math.ceil(max(LEAST_TOLD_MS, min(MOST_TOLD_MS, (ahead + 1) / pace * 1000)))
+  end
 
   function ledger.enters(r)
     r.place, r.in_ms, r.traits = PLACE_IN, now, bit.bor(r.traits, TRAIT_PLACED)

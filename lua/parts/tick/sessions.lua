@@ -8,7 +8,7 @@ compute a context again is then cheaper than to keep it. An engine whose session
 requests of others leave of its cache) pauses its youngest idle sessions until the rest fits, unless it has time to
 compute. Then those who wait are let in, in the order of the line, up to ADMIT of a capacity: if no engine has room for
 the first of them, all wait. A new session is taken from the tenant whose sessions have the fewest tokens. A paused
-session gets a place after paused_max_ms in any case.
+session gets a place after paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
 
 Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and whether
 the ledger bound so far. Returns whether it binds.
@@ -18,8 +18,9 @@ local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, st
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
 local BUSY = 0.5 -- share of its time in prefill below which an engine has time to compute contexts again
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time
-local BINDS_MS = 60000
+local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
+local HELD_LIMIT, LAST_TURN_MS = 1.5, 1500 -- ms: a turn waits for the next second, and for a poll
 local UNHEARD_MS = 5000 -- a held session that no replica asks for leaves the line
 local AGENT_KEPT_MS, OTHER_KEPT_MS = 600000, 120000 -- for which sessions without a place and a request are known
 local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have been lost with their replica
@@ -51,6 +52,7 @@ end
 return function(prefix, now, constants, rows, bound)
   local ledger, line = (include "shared/sessions")(prefix, now), prefix .. "session_line"
   local engines, binds, smallest = engines_of(rows, constants, now)
+  local new_let_in = 0
   local state, tenants = ledger.state(), {} -- tenants: tokens of their sessions that have places
   if binds then
     state.until_ms = now + BINDS_MS
@@ -83,7 +85,7 @@ return function(prefix, now, constants, rows, bound)
         ledger.drop(sid)
         packed = EMPTY
       end
-      local first, since, _, heard, slot, tokens, common, booked, _, _, running, place, _, traits, _, at
+      local first, since, _, heard, slot, tokens, common, booked, _, _, _, running, place, _, traits, _, at
         = unpack_from(SESSION, packed)
       local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > UNHEARD_MS
       if running > 0 and passed > LEASE_CHECK_MS
@@ -99,7 +101,7 @@ return function(prefix, now, constants, rows, bound)
           local own = max(0, tokens - min(common, state.common))
           enter(engine, sub(packed, at, at + 7), own)
           engine.booked = engine.booked + booked
-          if idle then engine.idle[#engine.idle + 1] = { sid = sid, first = first, own = own } end
+          if idle and heard == 0 then engine.idle[#engine.idle + 1] = { sid = sid, first = first, own = own } end
         end
       elseif place ~= PLACE_OUT then
         if unheard then change(sid, give_up) else held[#held + 1] = sid end
@@ -158,6 +160,7 @@ return function(prefix, now, constants, rows, bound)
     if not engine then return false end
     enter(engine, r.tenant, own)
     if engine.taken > ADMIT * engine.capacity then engine.has_time = false end
+    if r.place == PLACE_NEW then new_let_in = new_let_in + 1 end
     ledger.enters(r)
     r.slot = at
     ledger.write(sid, r)
@@ -170,8 +173,9 @@ return function(prefix, now, constants, rows, bound)
     local fresh, blocked = {}, false
     for _, sid in ipairs(call("ZRANGE", line, 0, MOST_HELD - 1)) do
       local r = ledger.read(sid)
-      if r.place == PLACE_PAUSED then
-        local overdue = now - r.since >= constants.paused_max_ms
+      local most = r.place == PLACE_PAUSED and constants.paused_max_ms or HELD_LIMIT * r.told - LAST_TURN_MS
+      local overdue = now - r.since >= most
+      if r.place == PLACE_PAUSED or overdue then
         if (overdue or not blocked) and not let_in(sid, r, overdue) then blocked = true end
       else
         fresh[#fresh + 1] = { sid = sid, r = r }
@@ -191,6 +195,10 @@ return function(prefix, now, constants, rows, bound)
   count()
   pause()
   serve_line()
+  if call("ZCARD", line) > 0 or new_let_in > 0 then
+    local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
+    state.pace = pace + PACE_LEARNS * (new_let_in - pace)
+  end
   call("DEL", prefix .. "places")
   for slot, engine in pairs(engines) do ledger.keep_engine(slot, engine.taken, engine.capacity, engine.has_time) end
   ledger.keep_state(state)
