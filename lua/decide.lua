@@ -47,6 +47,7 @@ local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
 local waited_ms, may_wait, barred, limits, session = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18], ARGV[19]
 
+local NO_HINT = "\0" -- of a request that may be of a session, but has no name and no tools
 local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 20, 4, 2147483647
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
@@ -94,7 +95,7 @@ if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_
 
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
-local all, alive, median, binds = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
+local all, alive, median, least_tokens = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
 local block_tokens, chained = 1, false
 for k = FIRST_CHAIN + 1, #ARGV, 3 do
   block_tokens, chained = max(block_tokens, tonumber(ARGV[k]) or 1), chained or ARGV[k + 1] ~= ""
@@ -119,7 +120,8 @@ if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
 local note_session -- a function to call once the request is booked, or must wait
-if binds and session ~= "" and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
+if least_tokens and session ~= "" and (prompt_tokens >= least_tokens or session ~= NO_HINT)
+    and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
   local held, engine
   held, engine, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
     priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,

@@ -34,8 +34,9 @@ local call = redis.call
 local clock = call("TIME")
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local before = call("GET", tick_key) or ""
-local last, grace_until, median, start, short, room = before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*)")
-local bound = before:sub(-2) == " B" -- the ledger of sessions binds
+local last, grace_until, median, start, short, room, bound =
+  before:match("^(%d+) (%d+) (%d+) ?(%d*) ?(%d*) ?(%d*) ?(%d*)")
+bound = tonumber(bound) -- if the ledger of sessions binds: tokens of the least prompt that it looks at
 last, grace_until, median = tonumber(last), tonumber(grace_until) or 0, tonumber(median) or 0
 start, room = tonumber(start) or 0, tonumber(room) or 0 -- room: median size of the engines' caches, in blocks
 short = tonumber(short) or 0 -- the time since which memory is short (ms; 0: it is not)
@@ -167,10 +168,12 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   median, room, rows = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local replica = (include "shared/constants")(constants)
   local keeps = replica and replica.held_max_ms > 0 and short == 0
-  if bound or keeps then bound = keeps and (include "tick/sessions")(prefix, now, replica, rows, bound) end
+  if bound or keeps then
+    bound = keeps and (include "tick/sessions")(prefix, now, replica, rows, bound ~= nil) or nil
+  end
   local trials = include "tick/trials"
   trials(keys, now, ttl_ms, grace)
 end
 local state = string.format("%.0f %.0f %.0f %.0f %.0f %.0f", now, grace_until, median, start, short, room)
-call("SET", tick_key, bound and state .. " B" or state)
+call("SET", tick_key, bound and state .. string.format(" %.0f", bound) or state)
 return answer

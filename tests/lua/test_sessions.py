@@ -74,7 +74,7 @@ async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessio
     await sessions.tick()
     assert await sessions.standing(held) == [Standing.WAITS]
     packed = bytearray(await cast("Any", sessions.keyspace.store.hget(sessions.keyspace.keys.places, b"")))
-    packed[32:40] = bytes(8)  # the time until which it binds
+    packed[24:32] = bytes(8)  # the time until which it binds
     await cast("Any", sessions.keyspace.store.hset(sessions.keyspace.keys.places, b"", bytes(packed)))
     await sessions.keyspace.change(1, prefill_tokens=0, busy_share=0)
     await sessions.tick()

@@ -21,18 +21,18 @@ Keys that depend on data: sessions, session_line, places, way:<tenant><hash>
 --]]
 local call, sub, floor, max, band = redis.call, string.sub, math.floor, math.max, bit.band
 local log, format, min = math.log, string.format, math.min
-local WAYPOINTS, PER_OCTAVE = 8, 4 -- deepest waypoints that are looked at; waypoints in a doubling of depth
+local WAYPOINTS, PER_OCTAVE = 4, 2 -- deepest waypoints that are looked at; waypoints in a doubling of depth
 local EXACT = 1e-9 -- makes up for rounding in powers of two
 local MOST_ALIKE = 16 -- most sessions that a waypoint names, the latest
 local LEAST_OWN = 2 -- blocks of a prompt beyond those of others from which on later prompts are known by it
-local MAX_SESSIONS, WAY_KEPT_MS = 4096, 600000
+local WAY_KEPT_MS = 600000
 local SID_FROM, SID_TO, SID_BYTES = 5, 16, 13 -- characters of a reservation's id that name a session; length of ids
 local LATE_S = 1 -- an engine that is overdue by this is not waited for
 
 return function(s, w, request)
   local prefix, tenant, id, now = request.prefix, request.tenant, request.id, s.now
   local ledger = (include "shared/sessions")(prefix, now)
-  local state, line = ledger.state(), prefix .. "session_line"
+  local line, state = prefix .. "session_line", nil
   local flags, sid, hashes = request.session:byte(), sub(request.session, 2), ARGV[request.chain + 2] or ""
   local size, n = tonumber(ARGV[request.chain + 1]) or 1, floor(#hashes / 8)
   local kind = band(flags, HINT_TOOLS) ~= 0 and KIND_TOOLS or band(flags, HINT_NAMED) ~= 0 and KIND_NAMED or KIND_PLAIN
@@ -83,7 +83,7 @@ return function(s, w, request)
   end
 
   local function plain() return nil, w, function() return "" end end
-  if #id < SID_TO or kind == KIND_PLAIN and s.prompt < state.least then return plain() end
+  if #id < SID_TO then return plain() end
   local record, parent = sid ~= "" and ledger.read(sid), nil
   local is_new = false
   if not record then
@@ -92,8 +92,10 @@ return function(s, w, request)
     parent = busy
     if sid == "" and found then sid, record = name, found else parent = found or busy end
   end
+  local knows = record or parent or kind ~= KIND_PLAIN -- anything that may make it an agent's
+  if knows then state = ledger.state() end
   if not record then
-    if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return plain() end
+    if kind ~= KIND_PLAIN and call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return plain() end
     is_new, record = true, new(parent)
     sid = sid ~= "" and sid or "p" .. sub(id, SID_FROM, SID_TO)
   elseif record.running == 0 and record.heard == 0 and band(record.traits, TRAIT_STEPPED) ~= 0 then
@@ -131,7 +133,7 @@ return function(s, w, request)
     return nil, w, note -- its engine is gone, stands still, or must not be chosen
   end
   local stands = record.place ~= PLACE_OUT
-  if not ledger.is_agent(record, state) or is_new and band(flags, HINT_ENDS) ~= 0 then
+  if not knows or not ledger.is_agent(record, state) or is_new and band(flags, HINT_ENDS) ~= 0 then
     if stands then call("ZREM", line, sid) end
     record.place = PLACE_OUT
     return nil, w, note
@@ -140,20 +142,23 @@ return function(s, w, request)
   -- Find the engine that the session may enter: of those with room the one that holds more than half of the prompt,
   -- else the one with the most room.
   local function entry()
-    local own, best, holder = ledger.own_tokens(record, state), nil, nil
-    local room, engine = {}, {}
+    local own, engines, best, most, holder = ledger.own_tokens(record, state), ledger.engines(), nil, -math.huge, nil
     for i = 1, s.count do
-      local taken, capacity, has_time = ledger.engine(s.slots[i])
-      room[i] = taken and ADMIT * capacity - taken - own or math.huge
-      engine[i] = taken and { taken + own, capacity, has_time and room[i] >= 0 }
-      if room[i] >= 0 or has_time or taken == 0 then
+      local engine = engines[s.slots[i]]
+      local room = engine and ADMIT * engine.capacity - engine.taken - own or math.huge
+      if room >= 0 or engine.has_time or engine.taken == 0 then
         local held = s.matched[i] or 0
         if held * 2 > s.prompt and (not holder or held > s.matched[holder]) then holder = i end
-        if not best or room[i] > room[best] then best = i end
+        if room > most then best, most = i, room end
       end
     end
     local i = holder or best
-    if i and engine[i] then ledger.keep_engine(s.slots[i], unpack(engine[i])) end
+    local engine = i and engines[s.slots[i]]
+    if engine then
+      engine.taken = engine.taken + own
+      ledger.keep_engine(s.slots[i], engine.taken, engine.capacity,
+        engine.has_time and engine.taken <= ADMIT * engine.capacity)
+    end
     return i
   end
 

@@ -11,13 +11,12 @@ table of functions:
     common    tokens with which most sessions begin, so that an engine has them once
     gap       ms in which an engine computes a whole cache: the longest time for which a place is kept without a request
     place_ms  mean time for which a session keeps its place
-    least     tokens of a prompt below which a request without name and tools is not looked at
     until_ms  time until which the ledger binds
     inside    number of sessions with a place
     pace      new sessions of the line that are let in per second, as a mean of some minutes
     shares    by KIND_: share of the sessions that turned out to be agents
-  engine(slot), keep_engine(slot, …): read and write tokens of the sessions in there, tokens that sessions may take,
-    whether it has time to compute; nil: not known
+  engines(): by slot: taken (tokens of the sessions in there), capacity (tokens that sessions may take), has_time (to
+    compute contexts again); keep_engine(slot, taken, capacity, has_time)
   is_agent(record, state): whether the session waits for tools, not for a person
   judge(record, state, hit): the kind of the session learns from it, once, whether its sessions are agents
   stands(record): score of a held session in the line: priority class, paused before new, arrival
@@ -28,7 +27,7 @@ Keys that depend on data: sessions, places
 --]]
 local call, pack, unpack_from, sub = redis.call, struct.pack, struct.unpack, string.sub
 local min, max, band, format = math.min, math.max, bit.band, string.format
-local STATE, STATE_BYTES = ">dddddddddd", 80
+local STATE, STATE_BYTES = ">ddddddddd", 72
 local ENGINE = ">ddB"
 local DEFAULT_GAP_MS, DEFAULT_PLACE_MS = 20000, 60000
 local LEARNS = 0.0625 -- weight of a session in the share of its kind, and in the mean time of a place
@@ -59,27 +58,32 @@ return function(prefix, now)
 
   function ledger.state()
     local packed = call("HGET", places, "")
-    local common, gap, place_ms, least, until_ms, inside, pace, plain, tools, named =
-      0, DEFAULT_GAP_MS, DEFAULT_PLACE_MS, 0, 0, 0, 0, 0, 1, 0
+    local common, gap, place_ms, until_ms, inside, pace, plain, tools, named =
+      0, DEFAULT_GAP_MS, DEFAULT_PLACE_MS, 0, 0, 0, 0, 1, 0
     if packed and #packed >= STATE_BYTES then
-      common, gap, place_ms, least, until_ms, inside, pace, plain, tools, named = unpack_from(STATE, packed)
+      common, gap, place_ms, until_ms, inside, pace, plain, tools, named = unpack_from(STATE, packed)
     end
-    return { common = common, gap = gap, place_ms = place_ms, least = least, until_ms = until_ms, inside = inside,
+    return { common = common, gap = gap, place_ms = place_ms, until_ms = until_ms, inside = inside,
       pace = pace,
       shares = { [KIND_PLAIN] = plain, [KIND_TOOLS] = tools, [KIND_NAMED] = named } }
   end
 
   function ledger.keep_state(state)
     local shares = state.shares
-    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.least, state.until_ms,
+    call("HSET", places, "", pack(STATE, state.common, state.gap, state.place_ms, state.until_ms,
       state.inside, state.pace, shares[KIND_PLAIN], shares[KIND_TOOLS], shares[KIND_NAMED]))
   end
 
-  function ledger.engine(slot)
-    local packed = call("HGET", places, format("%d", slot))
-    if not packed then return nil end
-    local taken, capacity, time = unpack_from(ENGINE, packed)
-    return taken, capacity, time == 1
+  function ledger.engines()
+    local all, engines = call("HGETALL", places), {}
+    for k = 1, #all, 2 do
+      local slot = tonumber(all[k])
+      if slot then
+        local taken, capacity, time = unpack_from(ENGINE, all[k + 1])
+        engines[slot] = { taken = taken, capacity = capacity, has_time = time == 1 }
+      end
+    end
+    return engines
   end
 
   function ledger.keep_engine(slot, taken, capacity, has_time)

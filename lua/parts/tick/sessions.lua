@@ -11,7 +11,8 @@ the first of them, all wait. A new session is taken from the tenant whose sessio
 session gets a place after paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
 
 Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and whether
-the ledger bound so far. Returns whether it binds.
+the ledger bound so far.
+Returns, if it binds, the tokens below which a prompt without name and tools is none of a session.
 Cost: O(sessions), at most 4,096, and 256 of the line
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
@@ -24,7 +25,8 @@ local HELD_LIMIT, LAST_TURN_MS = 1.5, 1500 -- ms: a turn waits for the next seco
 local UNHEARD_MS = 5000 -- a held session that no replica asks for leaves the line
 local AGENT_KEPT_MS, OTHER_KEPT_MS = 600000, 120000 -- for which sessions without a place and a request are known
 local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have been lost with their replica
-local LEAST_SHARE = 512 -- prompts of a smaller part of the smallest cache are not looked at
+local LEAST_SHARE = 128 -- a prompt below this part of the smallest cache, without name and tools, is no session's
+local NONE = 2147483648 -- more tokens than any prompt has
 local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
 local MOST_HELD, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
 
@@ -57,10 +59,10 @@ return function(prefix, now, constants, rows, bound)
   if binds then
     state.until_ms = now + BINDS_MS
   elseif not bound then
-    return false
+    return nil
   elseif state.until_ms < now or state.until_ms > now + BINDS_MS then
     call("UNLINK", prefix .. "sessions", line, prefix .. "places")
-    return false
+    return nil
   end
 
   local function change(sid, changed)
@@ -118,7 +120,6 @@ return function(prefix, now, constants, rows, bound)
     end
     table.sort(shared)
     state.common = shared[math.ceil(#shared / 4)] or 0
-    state.least = smallest < huge and smallest / LEAST_SHARE or 0
   end
 
   -- Compute the capacities, and pause the youngest idle sessions of engines whose sessions do not fit.
@@ -202,5 +203,6 @@ return function(prefix, now, constants, rows, bound)
   call("DEL", prefix .. "places")
   for slot, engine in pairs(engines) do ledger.keep_engine(slot, engine.taken, engine.capacity, engine.has_time) end
   ledger.keep_state(state)
-  return true
+  if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return NONE end -- no more without name and tools
+  return max(1, min(NONE, smallest / LEAST_SHARE))
 end
