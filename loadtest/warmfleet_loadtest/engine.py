@@ -26,16 +26,16 @@ import uvloop
 from aiohttp import web
 
 from warmfleet_loadtest.simulator.api import Api, Served
-from warmfleet_loadtest.simulator.block_pool import BlockPool
 from warmfleet_loadtest.simulator.choosers.chooser_port import ChooserApi, ChosenCore
 from warmfleet_loadtest.simulator.engine_core import EngineCore
 from warmfleet_loadtest.simulator.fcfs_scheduler import FcfsScheduler
 from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
+from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
-from warmfleet_loadtest.simulator.tail_pool import TailPool
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
-from warmfleet_worker.eviction.tail_eviction import eviction_of
+from warmfleet_worker.eviction.eviction import Eviction
+from warmfleet_worker.eviction.tail_eviction import tail_eviction_of
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.redis_address import with_ca
 from warmfleet_worker.server_address import default_server_id, worker_url
@@ -56,7 +56,7 @@ class EngineConfig:
     """An engine's settings, except how it joins a fleet.
 
     mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
-    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU (``simulator/tail_pool``).
+    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU, too (``simulator/plugin_pool``).
     """
 
     scheme: wire.Scheme
@@ -69,19 +69,20 @@ class EngineConfig:
 
     def scheduler(self, listener: Tracker | None = None, clock: Callable[[], float] = time.monotonic) -> Scheduler:
         """Return a scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
-        tail = self._tail_pool(listener, clock) if self.ttft_target else None
-        pool = tail or BlockPool(self.blocks, listener)
+        pool = PluginPool(self.blocks, self._eviction(), listener, clock)
         if self.mode == "fcfs":
             made: Scheduler = FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
         else:
             made = Scheduler(pool, self.scheme, self.limits)
-        made.follower = tail
+        made.follower = pool
         return made
 
-    def _tail_pool(self, listener: Tracker | None, clock: Callable[[], float]) -> TailPool:
-        speed = round(1 / self.costs.prefill_token_s)  # the plugin measures this speed on a real engine
-        eviction = eviction_of(self.ttft_target, lambda: speed, self.limits.block_tokens, self.blocks)
-        return TailPool(self.blocks, eviction, listener, clock)
+    def _eviction(self) -> Eviction:
+        size, tail = self.limits.block_tokens, None
+        if self.ttft_target:
+            speed = round(1 / self.costs.prefill_token_s)  # the plugin measures this speed on a real engine
+            tail = tail_eviction_of(self.ttft_target, lambda: speed, size, self.blocks)
+        return Eviction(size, self.blocks, tail)
 
 
 class Engine:
@@ -118,6 +119,7 @@ class Engine:
         # Imported here, because the module needs pyzmq and msgpack, which `make run` does not install.
         from warmfleet_loadtest.simulator.kv_events import KvEvents
 
+        self.core.scheduler.follower = None  # an engine that needs the bridge has no plugin
         self.kv_events = KvEvents(self.core.scheduler, ports)
         self.core.stepped = self.kv_events.publish
         return self.kv_events

@@ -11,7 +11,8 @@ from math import inf
 from tests.bench.tail_conversations import ALPHA_MS, BLOCK_TOKENS, NEXT_PROMPT_TOKENS, Turn
 
 from warmfleet_worker.eviction.objective import Served
-from warmfleet_worker.eviction.tail_eviction import Finished, eviction_of
+from warmfleet_worker.eviction.finished import Finished
+from warmfleet_worker.eviction.tail_eviction import tail_eviction_of
 
 MOST_BLOCKS = 1 << 20  # of a conversation, so that its number and a block's index make a number of their own
 THRESHOLD_TOKENS = 1_024  # the paper's Threshold-LRU keeps conversations that are longer
@@ -164,7 +165,7 @@ class PluginLru(Lru):
     def __init__(self, blocks: int, target: str) -> None:
         super().__init__(blocks)
         speed = round(1_000 / ALPHA_MS)
-        self.eviction = eviction_of(target, lambda: speed, BLOCK_TOKENS, blocks)
+        self.eviction = tail_eviction_of(target, lambda: speed, BLOCK_TOKENS, blocks)
         self._now = 0.0
 
     def serve(self, turn: Turn) -> int:

@@ -44,7 +44,8 @@ class VirtualWorker:
         self.worker_id = wire.worker_id_of(self.server_id, 0)
         self._woken = False
         self._fleet: VirtualFleet | None = None
-        self._core = WorkerPublisher(self._core_config(config, store.url), self.tracker, self._load)
+        yielded = scheduler.follower.eviction.yield_sessions if scheduler.follower is not None else None
+        self._core = WorkerPublisher(self._core_config(config, store.url), self.tracker, self._load, yielded=yielded)
         self._server = ServerPublisher(self._server_config(number, store.url))
         for half in (self._core, self._server):
             half._stream.client.close()

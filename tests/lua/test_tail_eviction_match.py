@@ -9,8 +9,10 @@ import pytest
 from tests.support.fleet.keyspace import BLOCK, READY
 
 from warmfleet.fleet import Flag
-from warmfleet_loadtest.simulator.tail_pool import TailPool
-from warmfleet_worker.eviction.tail_eviction import Finished, TailEviction
+from warmfleet_loadtest.simulator.plugin_pool import PluginPool
+from warmfleet_worker.eviction.eviction import Eviction
+from warmfleet_worker.eviction.finished import Finished
+from warmfleet_worker.eviction.tail_eviction import TailEviction
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
@@ -37,7 +39,8 @@ class Worker:
 
     def __init__(self, xi_blocks: int) -> None:
         self.now = 0.0
-        self.pool = TailPool(BLOCKS, TailEviction(BLOCK, Xi(xi_blocks)), clock=lambda: self.now)
+        eviction = Eviction(BLOCK, BLOCKS, TailEviction(BLOCK, Xi(xi_blocks)))
+        self.pool = PluginPool(BLOCKS, eviction, clock=lambda: self.now)
 
     def serve(self, chain: bytes) -> None:
         hashes = split(chain)
@@ -47,7 +50,7 @@ class Worker:
         for block, block_hash in list(zip(blocks, hashes, strict=True))[len(found) :]:
             self.pool.insert(block, block_hash)
         tokens = len(hashes) * BLOCK
-        self.pool.eviction.finished(Finished(blocks, hashes, tokens, tokens), self.now)
+        self.pool.eviction.freed(Finished(blocks, hashes, tokens, tokens), self.now)
         self.pool.release(reversed(blocks))
         self.now += 1
 

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from warmfleet_worker.eviction import lru_account
+from warmfleet_worker.eviction.finished import Finished
 from warmfleet_worker.eviction.lru_account import GO_ON, STOP, LruAccount, ShadowLru
-from warmfleet_worker.eviction.tail_eviction import Finished, eviction_of
+from warmfleet_worker.eviction.tail_eviction import tail_eviction_of
 
 BLOCK = 16
 
@@ -83,20 +84,19 @@ def test_what_t_lru_saves_is_credit() -> None:
     assert not account.losing
 
 
-def test_while_it_loses_only_ended_conversations_are_given_up() -> None:
-    eviction = eviction_of("auto", lambda: 1_000, BLOCK, 100)
-    eviction.tags.tag([(1, b"x")], ended=False)
-    eviction.tags.tag([(2, b"y")], ended=True)
+def test_while_it_loses_nothing_is_given_up() -> None:
+    eviction = tail_eviction_of("auto", lambda: 1_000, BLOCK, 100)
+    eviction.tags.tag([(1, b"x")])
     assert eviction._account is not None
     eviction._account.losing = True
-    assert eviction.give_up(9, lambda *_: True) == [2]
+    assert eviction.give_up(9, lambda *_: True) == []
     eviction._account.losing = False
     assert eviction.give_up(9, lambda *_: True) == [1]
 
 
 def test_only_the_adaptive_objective_is_stopped() -> None:
-    assert eviction_of("0.5", lambda: 1_000, BLOCK, 100)._account is None
-    eviction = eviction_of("auto", lambda: 1_000, BLOCK, 100)
+    assert tail_eviction_of("0.5", lambda: 1_000, BLOCK, 100)._account is None
+    eviction = tail_eviction_of("auto", lambda: 1_000, BLOCK, 100)
     eviction.finished(Finished([0, 1], chain("a", 2), 32, 32), 1.0)
     assert eviction._account is not None
     assert eviction._account._shadow.leading(chain("a", 3)) == 2

@@ -36,15 +36,18 @@ def test_foreign_load_counts_only_requests_that_no_router_has_sent() -> None:
     assert foreign_load(requests, left) == (1_700, 1_240), "no reservation of the worker's pool stands for them"
 
 
-def test_a_prefill_is_reported_once_for_n_children_and_never_for_foreign_requests() -> None:
+def test_a_prefill_ends_with_the_first_output() -> None:
     stats = Thing(num_cached_tokens=64, num_prompt_tokens=100)
     outputs = [
-        Thing(request_id=f"0_cmpl-{OURS}.me-0-ab", prefill_stats=stats),
-        Thing(request_id=f"1_cmpl-{OURS}.me-0-ab", prefill_stats=stats),
-        Thing(request_id=f"cmpl-{OURS}.me-0-ab", prefill_stats=None),  # a later token
-        Thing(request_id="cmpl-somebody", prefill_stats=stats),
+        Thing(request_id="a", prefill_stats=stats),
+        Thing(request_id="b", prefill_stats=None),  # a later token
     ]
-    assert list(finished_prefills({0: Thing(outputs=outputs)})) == [(OURS, 64, 100)]
+    assert list(finished_prefills({0: Thing(outputs=outputs)})) == [("a", 64, 100)]
+
+
+def test_one_child_stands_for_a_request_of_a_router() -> None:
+    ids = (f"0_cmpl-{OURS}.me-0-ab", f"1_cmpl-{OURS}.me-0-ab", f"cmpl-{OURS}.me-0", "cmpl-somebody")
+    assert [wire.first_child(request_id) for request_id in ids] == [OURS, "", OURS, ""]
 
 
 def test_a_reservation_is_cut_out_of_the_engines_own_ids() -> None:

@@ -1,4 +1,4 @@
-"""The eviction order of T-LRU, by the code that vLLM's hook and the simulator share."""
+"""The blocks that T-LRU gives up, by the code that vLLM's hook and the simulator share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import pytest
 
 from warmfleet_worker.eviction import next_prompt
+from warmfleet_worker.eviction.finished import Finished
 from warmfleet_worker.eviction.next_prompt import ASSUMED_TOKENS, MAX_WAITING, MIN_SAMPLES, NextPrompt
 from warmfleet_worker.eviction.objective import FixedObjective, Served, objective_of
 from warmfleet_worker.eviction.shared_prefixes import MAX_ENDS, SharedPrefixes
 from warmfleet_worker.eviction.tags import Tags
-from warmfleet_worker.eviction.tail_eviction import SILENT_GAPS, Finished, TailEviction
+from warmfleet_worker.eviction.tail_eviction import SILENT_GAPS, TailEviction
 
 BLOCK = 16
 
@@ -53,7 +54,7 @@ def test_blocks_beyond_the_budget_go_first_and_the_last_of_them_before_the_other
     eviction.finished(finished(chain("a", *range(10))), 1.0)
     eviction.finished(finished(chain("b", *range(10, 20))), 2.0)
     assert eviction.give_up(100, always) == [9, 8, 7, 19, 18, 17]
-    assert (eviction.tagged, eviction.given_up, len(eviction.tags)) == (6, 6, 0)
+    assert (eviction.tagged, len(eviction.tags)) == (6, 0)
 
 
 def test_the_budget_is_rounded_up_and_counts_the_next_prompt() -> None:
@@ -70,30 +71,30 @@ def test_without_an_objective_nothing_is_tagged(xi: int | None) -> None:
     assert eviction.give_up(100, always) == []
 
 
-@pytest.mark.parametrize("xi", [None, 3 * BLOCK])
 @pytest.mark.usefixtures("no_growth")
-def test_an_ended_conversation_goes_as_a_whole_and_before_all_others(xi: int | None) -> None:
-    eviction = TailEviction(BLOCK, Xi(xi))
+def test_an_ended_conversation_has_no_tags() -> None:
+    eviction = TailEviction(BLOCK, Xi(3 * BLOCK))
     eviction.finished(finished(chain("a", *range(10))), 1.0)
-    eviction.finished(finished(chain("b", *range(10, 15)), ended=True), 2.0)
-    assert eviction.give_up(6, always)[:5] == [14, 13, 12, 11, 10]
+    eviction.finished(finished(chain("a", *range(10)), ended=True), 2.0)
+    assert eviction.give_up(100, always) == []
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_prefix_that_conversations_share_is_never_tagged(*, ended: bool) -> None:
+def test_a_prefix_that_conversations_share_is_never_tagged() -> None:
     eviction = TailEviction(BLOCK, Xi(10**6))
     system = chain("s", 0, 1, 2)
     for first in (10, 20, 30, 40):
-        eviction.finished(finished(chain("c", first, first + 1, after=system), ended=ended), float(first))
+        eviction.finished(finished(chain("c", first, first + 1, after=system)), float(first))
     assert eviction.give_up(100, always) == [11, 10, 21, 20, 31, 30, 41, 40]
 
 
 def test_two_answers_after_one_prompt_make_no_shared_prefix() -> None:
     """A template that drops the reasoning of earlier answers lets every conversation go on in two ways."""
-    eviction = TailEviction(BLOCK, Xi(None))
+    eviction = TailEviction(BLOCK, Xi(10**6))
     prompt = chain("p", 0, 1, 2)
+    eviction.finished(finished(prompt), 0.0)
     eviction.finished(finished(chain("thinking", 3, 4, after=prompt)), 1.0)
-    eviction.finished(finished(chain("answer", 5, 6, after=prompt), ended=True), 2.0)
+    eviction.tags.take(100, always)
+    eviction.finished(finished(chain("answer", 5, 6, after=prompt)), 2.0)
     assert eviction.give_up(100, always) == [6, 5, 2, 1, 0]
 
 
@@ -108,7 +109,7 @@ def test_the_latest_request_decides_about_a_block() -> None:
 
 def test_tags_of_blocks_that_changed_or_are_in_use_are_dropped() -> None:
     tags = Tags()
-    tags.tag([(1, b"a"), (2, b"b"), (3, b"c"), (4, b"d")], ended=False)
+    tags.tag([(1, b"a"), (2, b"b"), (3, b"c"), (4, b"d")])
     now = {1: b"a", 2: b"other", 3: None, 4: b"d"}
     assert tags.take(1, lambda number, block_hash: now[number] == block_hash) == [1]
     assert tags.take(5, lambda number, block_hash: now[number] == block_hash) == [4]
@@ -117,11 +118,9 @@ def test_tags_of_blocks_that_changed_or_are_in_use_are_dropped() -> None:
 
 def test_a_block_has_one_tag_and_its_place_is_that_of_the_last() -> None:
     tags = Tags()
-    tags.tag([(1, b"a"), (2, b"b")], ended=False)
+    tags.tag([(1, b"a"), (2, b"b")])
     tags.keep([1, 3])
-    tags.tag([(3, b"c"), (1, b"a")], ended=False)
-    tags.keep([2])
-    tags.tag([(2, b"b")], ended=True)
+    tags.tag([(3, b"c"), (1, b"a")])
     assert len(tags) == 3
     tags.keep([3])
     assert tags.take(9, always) == [2, 1]

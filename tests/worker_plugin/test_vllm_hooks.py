@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from warmfleet_worker.protocol.wire import UNMATCHED, Scheme, WireError
-from warmfleet_worker.vllm_hooks import engine_core, tail_eviction
+from warmfleet_worker.vllm_hooks import engine_core, eviction
 from warmfleet_worker.vllm_hooks.engine_core import Group, full_attention_group
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -194,7 +194,7 @@ def test_a_worker_with_t_lru_does_not_claim_whole_prefixes(target: str, monkeypa
     monkeypatch.setattr(engine_core, "full_attention_group", lambda _scheduler: Group(0, 16, 16, closed=True))
     monkeypatch.setattr(engine_core, "track", lambda *_: None)
     monkeypatch.setattr(engine_core, "missing", lambda _part: "")
-    monkeypatch.setattr(tail_eviction, "missing", lambda _part: "")
+    monkeypatch.setattr(eviction, "missing", lambda _part: "")
     pool = SimpleNamespace(cached_block_hash_to_block=None, blocks=[], get_new_blocks=lambda _count: [])
     single = SimpleNamespace(block_size=16, req_to_blocks={})
     manager = SimpleNamespace(
@@ -204,6 +204,6 @@ def test_a_worker_with_t_lru_does_not_claim_whole_prefixes(target: str, monkeypa
         kv_cache_config=SimpleNamespace(kv_cache_groups=[object()]),
         free=lambda _request: None,
     )
-    scheduler = SimpleNamespace(vllm_config=None, kv_cache_manager=manager, connector=None)
+    scheduler = SimpleNamespace(vllm_config=None, kv_cache_manager=manager, connector=None, hash_block_size=16)
     reporter = engine_core.SchedulerReporter(scheduler, "redis://x")
     assert reporter._make_config.args[-1].closed is (target == "")

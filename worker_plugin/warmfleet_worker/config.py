@@ -90,6 +90,7 @@ class Due:
     heartbeat: float = 0.0
     load: float = 0.0
     command: float = 0.0
+    yields: float = 0.0  # read with the next entries that are sent from then on, so it wakes nobody up
     reply: float = float("inf")  # when the key ``command`` may hold the answer to the last heartbeat
 
     def next(self) -> float:

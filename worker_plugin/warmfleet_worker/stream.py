@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 from redis.retry import Retry
 
 from warmfleet_worker.master_client import master_client
@@ -114,6 +114,7 @@ class StreamWriter:
         self._maxlen = maxlen
         self._pending: list[Entry] = []
         self._joined_master: object = None  # the master that took the join
+        self._refused = ""  # the list that this user may not read
 
     @property
     def pending(self) -> int:
@@ -141,6 +142,7 @@ class StreamWriter:
             raise joined
         self.joined = wire.entry_id(joined)
         self._pending.clear()  # entries from before this join
+        self._refused = ""
         self._joined_master = self._master()
         self.nonce, self.number = nonce, number
 
@@ -153,18 +155,32 @@ class StreamWriter:
         """Skip a number, so that the reader notices a lost entry and asks for a snapshot."""
         self.number += 1
 
-    def flush(self) -> None:
-        """Send all pending entries in one pipeline.
+    def flush(self, read: str = "") -> list[str]:
+        """Send all pending entries in one pipeline; return what it takes from the list ``read`` besides.
 
-        Raises StreamGone, Refused, or RedisError when the connection fails. Unwritten entries stay pending.
+        A list alone sends nothing. Raises StreamGone, Refused, or RedisError when the connection fails. Unwritten
+        entries stay pending.
         """
         if not self._pending:
-            return
+            return []
         pipeline = self.client.pipeline(transaction=False)
         for entry in self._pending:
             fields = wire.entry(self.nonce, entry.number, entry.operation, entry.data)
             pipeline.xadd(self.key, fields, maxlen=self._maxlen, approximate=True, nomkstream=True)  # type: ignore[arg-type]  # dict is invariant
-        self._settle(pipeline.execute(raise_on_error=False))
+        reads = bool(read) and read != self._refused
+        if reads:
+            pipeline.lpop(read, wire.YIELDS_PER_READING)
+        answers = pipeline.execute(raise_on_error=False)
+        found = self._texts(read, answers.pop()) if reads else []
+        self._settle(answers)
+        return found
+
+    def _texts(self, key: str, answer: object) -> list[str]:
+        """Return the elements of a list that was read. If the user lacks the right, the next join tries again."""
+        if isinstance(answer, NoPermissionError):
+            self._refused = key
+            logger.warning("warmfleet: %s is not read, so paused sessions are evicted like others: %s", key, answer)
+        return [item.decode("ascii", "replace") for item in answer] if isinstance(answer, list) else []
 
     def _settle(self, answers: Sequence[object]) -> None:
         if any(answer is None or _is_unusable(answer) for answer in answers):

@@ -50,7 +50,8 @@ class WorkerPublisher:
 
     ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, up to its timeout.
     ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the pool
-    is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another.
+    is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another. yielded:
+    called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for them.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class WorkerPublisher:
         load: Callable[[], Load] = Load,
         assignment: PoolAssignment | None = None,
         moved: Callable[[], None] = lambda: None,
+        yielded: Callable[[list[str]], None] | None = None,
     ) -> None:
         self.config = config
         self._transitions = transitions
         self._load = load
         self._assignment = assignment
         self._moved = moved
+        self._yielded = yielded
         self._open(config.model)
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
         self._wake = threading.Event()
@@ -88,7 +91,7 @@ class WorkerPublisher:
         """Write into the stream of this pool from now on."""
         config, keys = self.config, wire.Keys(tag)
         self._tag, self._lost_entries_seen = tag, 0
-        self._command_key = keys.command(config.worker_id)
+        self._command_key, self._yields_key = keys.command(config.worker_id), keys.yields(config.worker_id)
         self._stream = StreamWriter(
             connect(config.redis_url, keys.tag),
             keys.events(wire.check_name(config.worker_id)),
@@ -182,10 +185,20 @@ class WorkerPublisher:
             self._stream.put("leave")
         elif (load := self._heartbeat_due(now)) is not None:
             self._put_heartbeat(load, now)
-        self._stream.flush()
+        self._send(now)
         if now >= self._due.command and not self._stopping.is_set():
             self._read_command(now)
         self._due.flush = now + (0.0 if self._has_more() else wire.FLUSH_SECONDS)
+
+    def _send(self, now: float) -> None:
+        """Send what is pending, and read which sessions yield: an engine that stores no blocks needs no room for them."""
+        if self._yielded is None or now < self._due.yields or not self._stream.pending:
+            self._stream.flush()
+            return
+        self._due.yields = now + wire.YIELDS_SECONDS
+        yielded = self._stream.flush(self._yields_key)
+        if yielded:
+            self._yielded(yielded)
 
     def _has_more(self) -> bool:
         """Return True if work is left that need not wait for the next period."""

@@ -44,6 +44,7 @@ class Halves:
         artifacts: Mapping[str, bytes],
     ) -> None:
         scheduler = core.scheduler
+        eviction = scheduler.follower.eviction if scheduler.follower is not None else None
         config = PublisherConfig(
             redis_url=membership.redis_url,
             model=membership.model,
@@ -54,9 +55,10 @@ class Halves:
             capacity_blocks=scheduler.pool.blocks,
             max_model_len=scheduler.limits.max_model_len,
             version=f"sim {VERSION}",
-            closed=scheduler.follower is None,  # T-LRU may evict a block but keep its successor
+            closed=eviction is None or eviction.tail is None,  # T-LRU may evict a block but keep its successor
         )
-        self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved)
+        yielded = eviction.yield_sessions if eviction is not None else None
+        self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved, yielded)
         server = ServerConfig(
             redis_url=membership.redis_url,
             model=membership.model,
@@ -81,6 +83,6 @@ class Halves:
 
     def progress(self, request: Request) -> None:
         """Report a finished prefill, if the request's id holds a reservation id; of several choices only the first."""
-        reservation = wire.reservation_of(request.request_id)
-        if reservation is not None and reservation[1] == 0:
-            self.worker.progress(reservation[0], request.cached_tokens, request.prompt_tokens)
+        reservation = wire.first_child(request.request_id)
+        if reservation:
+            self.worker.progress(reservation, request.cached_tokens, request.prompt_tokens)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from warmfleet_loadtest.simulator.block_pool import BlockPool
+    from warmfleet_worker.eviction.eviction import Eviction
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,10 @@ class Totals:
 class Follower(Protocol):
     """A pool that a scheduler tells when a request has its first token, and when it ends, still holding its blocks."""
 
+    eviction: Eviction
+
     def first_token(self, request: Request) -> None: ...
-    def over(self, request: Request) -> None: ...
+    def over(self, request: Request, *, preempted: bool = False) -> None: ...
 
 
 class Scheduler:
@@ -267,6 +270,8 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        if self.follower is not None:
+            self.follower.over(request, preempted=True)
         self._free(request)
         request.preemptions += 1
         self.totals.preemptions += 1

@@ -5,18 +5,18 @@ but ξ of them are cached, its first token comes in time. So when a request is f
 tokens are tagged, those at the end first. Tagged blocks stay in the cache; only when an allocation would evict a block
 are tagged blocks given up in its place. Everything else stays LRU.
 
-Three things are added to the paper's rule:
+Two things are added to the paper's rule:
 
 - A prefix that several conversations share is never tagged: the next request that needs it may be another's.
 - The oldest blocks go before any tagged one if nobody has used them for two mean turn gaps (times from one turn of a
   conversation to the next): it has probably ended. So a cache that holds blocks for longer than that stays LRU.
-- A conversation that is known to have ended is tagged as a whole, and goes first of all.
+
+Nothing of a conversation that is known to have ended is tagged, because it goes first of all (``sessions``).
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
 from typing import TYPE_CHECKING
@@ -30,31 +30,17 @@ from warmfleet_worker.eviction.tags import Tags
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from warmfleet_worker.eviction.finished import Finished
     from warmfleet_worker.eviction.objective import Objective, Served
 
 SILENT_GAPS = 2  # number of mean turn gaps of silence after which a conversation counts as ended
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request that is finished.
-
-    numbers, hashes: of its full blocks, from the prompt's begin. tokens: of prompt and answer. ended: its conversation
-    will not go on.
-    """
-
-    numbers: Sequence[int]
-    hashes: Sequence[bytes]
-    prompt_tokens: int
-    tokens: int
-    ended: bool = False
 
 
 class TailEviction:
     """Chooses the blocks that an engine gives up first. Every method runs on the engine's thread, and none waits.
 
     Blocks have numbers; a block may get new content, and then has another hash. The memory used is bounded by the
-    engine's blocks and by the constants of the parts. tagged, given_up: numbers of blocks since the start.
+    engine's blocks and by the constants of the parts. tagged: number of blocks since the start.
     """
 
     def __init__(self, block_tokens: int, objective: Objective, account: LruAccount | None = None) -> None:
@@ -63,7 +49,7 @@ class TailEviction:
         self._account = account  # stops T-LRU while it loses against plain LRU
         self.next_prompt = NextPrompt(block_tokens)
         self.tags = Tags()
-        self.tagged = self.given_up = 0
+        self.tagged = 0
         self._shared = SharedPrefixes()
         self._used_at: dict[int, float] = {}  # monotonic seconds at which the last user of a block was finished
         self._known: dict[int, bytes] = {}  # block number -> hash, of all finished requests' blocks
@@ -80,7 +66,7 @@ class TailEviction:
             self._account.first_token(hashes, served.prompt_tokens, served.uncached_tokens)
 
     def finished(self, request: Finished, now: float) -> None:
-        """Decide which blocks of a finished request are tagged; ``now`` in monotonic seconds."""
+        """Decide which blocks of a finished request are tagged; ``now`` in monotonic seconds. All of them are full."""
         numbers, hashes = request.numbers, request.hashes
         if self._account is not None:
             self._account.finished(hashes)
@@ -95,11 +81,11 @@ class TailEviction:
                 self._shared.note(hashes[known - 1], hashes[known])
         self._used_at.update(zip(numbers, repeat(now), strict=False))
         self.next_prompt.finished(hashes, request.prompt_tokens, request.tokens, now, self._shared.ends_at)
-        kept = 0 if request.ended else min(len(numbers), self.budget_blocks(request.tokens))
+        kept = len(numbers) if request.ended else min(len(numbers), self.budget_blocks(request.tokens))
         if kept < len(numbers):
             kept = max(kept, self._shared.length(hashes))
         self.tags.keep(numbers)
-        self.tags.tag(zip(reversed(numbers[kept:]), reversed(hashes[kept:]), strict=True), ended=request.ended)
+        self.tags.tag(zip(reversed(numbers[kept:]), reversed(hashes[kept:]), strict=True))
         self.tagged += len(numbers) - kept
 
     def budget_blocks(self, tokens: int) -> int:
@@ -119,12 +105,10 @@ class TailEviction:
 
         valid: tells whether the block of this number is free and still has this hash.
         """
-        taken = self.tags.take(count, valid, ended_only=self._account is not None and self._account.losing)
-        self.given_up += len(taken)
-        return taken
+        return [] if self._account is not None and self._account.losing else self.tags.take(count, valid)
 
 
-def eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
+def tail_eviction_of(target: str, speed_tps: Callable[[], int], block_tokens: int, blocks: int) -> TailEviction:
     """Make T-LRU for a target (see ``objective_of``) in a cache of ``blocks`` blocks; raises ValueError.
 
     For a target in seconds T-LRU always runs; for the adaptive objective it stops while it does worse than plain LRU.

@@ -27,6 +27,8 @@ FLUSH_SECONDS = 0.1  # time between two batches of block changes
 PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
 HEARTBEAT_SECONDS = 5.0
 WORKER_TTL_SECONDS = 15.0  # time without a heartbeat until a worker gets no requests, unless it answers routers' probes
+YIELDS_SECONDS = 0.5  # least time between two readings of a worker's list ``yields``
+YIELDS_PER_READING = 256  # most reservation ids in one reading
 HELLO_MAXLEN = 4_096  # most entries that the stream ``hello`` keeps
 SERVER_MAXLEN = 64  # most entries that a server's stream keeps
 UNACKNOWLEDGED_ENTRIES = 256  # most entries of a snapshot that are sent and not yet applied
@@ -104,6 +106,9 @@ class Keys:
 
     def command(self, worker_id: str) -> str:
         return f"{self.prefix}command:{worker_id}"
+
+    def yields(self, worker_id: str) -> str:
+        return f"{self.prefix}yields:{worker_id}"
 
     def probe(self, worker_id: str) -> str:
         return f"{self.prefix}probe:{worker_id}"
@@ -215,6 +220,12 @@ def reservation_of(request_id: str) -> tuple[str, int] | None:
     """
     match = _ENGINE_REQUEST_ID.match(request_id)
     return (match[2], int(match[1] or 0)) if match else None
+
+
+def first_child(request_id: str) -> str:
+    """Return the reservation id of an engine's request; empty if no router sent it, or another child stands for it."""
+    found = reservation_of(request_id)
+    return found[0] if found is not None and found[1] == 0 else ""
 
 
 def conversation_ended(request_id: str) -> bool:

@@ -27,7 +27,7 @@ class Part(StrEnum):
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
-    EVICTION = "WARMFLEET_TTFT_TARGET_S has no effect"
+    EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
 
@@ -139,7 +139,7 @@ INTERNALS = (
     Internal(
         Part.EVICTION,
         "vllm.v1.request:Request",
-        ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params"),
+        ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params", "block_hashes"),
         (("is_finished", "self"),),
     ),
     Internal(

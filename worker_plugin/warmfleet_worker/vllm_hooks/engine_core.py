@@ -16,7 +16,7 @@ from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
-from warmfleet_worker.vllm_hooks import tail_eviction
+from warmfleet_worker.vllm_hooks import eviction
 from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
@@ -103,9 +103,9 @@ class SchedulerReporter:
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
-        self._tail_eviction = tail_eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
+        self._eviction = hook = eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
         # T-LRU may evict blocks that two conversations share while later blocks of one of them stay cached.
-        group = replace(group, closed=group.closed and self._tail_eviction is None)
+        group = replace(group, closed=group.closed and (hook is None or hook.eviction.tail is None))
         self.transitions = Transitions(hash_of_key(group.number))
         if group.matched:
             pool = scheduler.kv_cache_manager.block_pool
@@ -131,7 +131,9 @@ class SchedulerReporter:
                 if self._stopping.wait(0.05):
                     return
             config = self._make_config()
-            self._publisher = WorkerPublisher(config, self.transitions, self.load, core_assignment(config), self.moved)
+            yielded = None if self._eviction is None else self._eviction.eviction.yield_sessions
+            assignment = core_assignment(config)
+            self._publisher = WorkerPublisher(config, self.transitions, self.load, assignment, self.moved, yielded)
             self._publisher.start()
 
     def stop(self) -> None:
@@ -157,10 +159,12 @@ class SchedulerReporter:
         with swallow_errors("could not read a step's result"):
             prefill, decode = step_tokens(scheduler_output)
             self._speed.done(id(scheduler_output), time.monotonic(), prefill, decode)
-            for reservation_id, cached_tokens, prompt_tokens in finished_prefills(outputs):
-                publisher.progress(reservation_id, cached_tokens, prompt_tokens)
-            if self._tail_eviction is not None:
-                self._tail_eviction.first_tokens(outputs)
+            for request_id, cached_tokens, prompt_tokens in finished_prefills(outputs):
+                reservation = wire.first_child(request_id)
+                if reservation:  # other children find in the cache the blocks that the first has just computed
+                    publisher.progress(reservation, cached_tokens, prompt_tokens)
+                if self._eviction is not None:
+                    self._eviction.first_token(request_id, cached_tokens, prompt_tokens)
             self._steps_unreadable = False
 
     def moved(self) -> None:
@@ -173,8 +177,8 @@ class SchedulerReporter:
 
         Runs beside the engine's thread: ``list`` of a dict is one atomic call.
         """
-        if self._tail_eviction is not None:
-            self._tail_eviction.log()
+        if self._eviction is not None:
+            self._eviction.log()
         if not self._load_unreadable:
             self._load_unreadable = True  # unless the end of this block is reached
             with swallow_errors("could not read the scheduler's load"):

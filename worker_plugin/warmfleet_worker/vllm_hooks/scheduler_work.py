@@ -27,18 +27,12 @@ def step_tokens(scheduler_output: Any) -> tuple[int, int]:
 
 
 def finished_prefills(outputs: dict[int, Any]) -> Iterator[tuple[str, int, int]]:
-    """List (reservation id, cached tokens, prompt tokens) of the fleet's requests with a first output in ``outputs``.
-
-    A request with ``n`` > 1 has several children; only the first is reported, because the others find in the cache
-    the blocks that the first has just computed.
-    """
+    """List (request id, cached tokens, prompt tokens) of the requests with a first output in ``outputs``."""
     for batch in outputs.values():
         for output in batch.outputs:
             stats = output.prefill_stats
             if stats is not None:
-                reservation = reservation_of(output.request_id)
-                if reservation is not None and reservation[1] == 0:
-                    yield reservation[0], stats.num_cached_tokens, stats.num_prompt_tokens
+                yield output.request_id, stats.num_cached_tokens, stats.num_prompt_tokens
 
 
 def foreign_load(requests: Iterable[Any], left: Collection[str] = ()) -> tuple[int, int]:

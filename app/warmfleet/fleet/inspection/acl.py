@@ -63,7 +63,7 @@ def router_rules(models: Iterable[str], *, cluster: bool = False) -> list[str]:
 
 
 def worker_rules(model: str, server_id: str, *, ranks: int = 1, cluster: bool = False) -> list[str]:
-    """Let a server and its ``ranks`` cores write their streams, read commands, store files, and enter their pool.
+    """Let a server and its ``ranks`` cores write streams, read commands, take yields, store files, and enter a pool.
 
     model: without ``#`` the server may be in any pool of the model. Ranks are listed one by one: a pattern ``w1.*``
     would also match the keys of a server named ``w1.0``. Raises WireError for a name that the keys may not have.
@@ -94,6 +94,7 @@ def _worker_rules(models: Sequence[str], workers: Sequence[str], server: str, *,
         *("resetkeys", "resetchannels", "-@all", *(f"+{command}" for command in allowed)),
         _selector("W", streams, "xadd"),
         _selector("R", _in_pools(models, lambda keys: map(keys.command, workers)), "get"),
+        _selector("RW", _in_pools(models, lambda keys: map(keys.yields, workers)), "lpop"),
         _selector("W", _in_pools(models, lambda keys: [keys.artifact(server, "*")]), "setnx", "expire"),
         _selector("R", [*registries, *places], "hgetall", "hget", "watch"),
         _selector("W", places, "hset", "hdel"),

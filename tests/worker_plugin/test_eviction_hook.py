@@ -1,4 +1,4 @@
-"""T-LRU's hook at a small copy of vLLM's block pool; ``tests/vllm/test_tail_eviction.py`` has it at the real one."""
+"""The eviction hook at a small copy of vLLM's block pool; ``tests/vllm/test_tail_eviction.py`` has it at the real one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from warmfleet_worker.vllm_hooks import tail_eviction
+from warmfleet_worker.vllm_hooks import eviction
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from warmfleet_worker.eviction.objective import Served
+    from warmfleet_worker.eviction.tail_eviction import TailEviction
 
 BLOCK = 16
+GROUP = bytes(4)  # stands behind the hash in a block's key
 
 
 class Block:
@@ -104,21 +106,30 @@ class Manager:
 class Engine:
     """Requests on the copy. Their blocks' hashes are the request's name and the place in the chain."""
 
-    def __init__(self, blocks: int = 30, target: str | None = "0.1", speed: int = 480) -> None:
+    def __init__(self, blocks: int = 30, target: str | None = "0.1", speed: int = 480, hashed: int = BLOCK) -> None:
         self.manager = Manager(blocks)
-        self.scheduler = SimpleNamespace(kv_cache_manager=self.manager, connector=None)
-        self.hook = tail_eviction.install(self.scheduler, target, lambda: speed)
+        self.scheduler = SimpleNamespace(kv_cache_manager=self.manager, connector=None, hash_block_size=hashed)
+        self.hook = eviction.install(self.scheduler, target, lambda: speed)
+        self.each = BLOCK // hashed
 
     @property
     def order(self) -> list[int]:
         return [block.block_id for block in self.manager.block_pool.free_block_queue.order()]
 
+    @property
+    def tail(self) -> TailEviction:
+        assert self.hook is not None
+        assert self.hook.eviction.tail is not None
+        return self.hook.eviction.tail
+
     def run(self, name: str, blocks: int, request_id: str = "", extra: dict[str, str] | None = None) -> Any:
         table = self.manager.tables[request_id or name] = self.manager.block_pool.get_new_blocks(blocks)
+        hashes = [f"{name}{step}".encode() for step in range(blocks * self.each)]
         for place, block in enumerate(table):
-            block.block_hash = f"{name}{place}".encode()
+            block.block_hash = hashes[(place + 1) * self.each - 1] + GROUP
         return SimpleNamespace(
             request_id=request_id or name,
+            block_hashes=hashes,
             num_prompt_tokens=blocks * BLOCK,
             num_tokens=blocks * BLOCK,
             is_finished=lambda: True,
@@ -132,14 +143,13 @@ class Engine:
 @pytest.fixture(autouse=True)
 def known_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that stand for vLLM's, which this environment lacks."""
-    monkeypatch.setattr(tail_eviction, "missing", lambda _part: "")
+    monkeypatch.setattr(eviction, "missing", lambda _part: "")
 
 
 def test_the_end_of_a_prompt_goes_in_place_of_the_oldest_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """ξ is 48 tokens, three blocks; nothing is expected to be added."""
     engine = Engine(12)
-    assert engine.hook is not None
-    monkeypatch.setattr(engine.hook.eviction.next_prompt, "_growth", SimpleNamespace(samples=99, value=0.0))
+    monkeypatch.setattr(engine.tail.next_prompt, "_growth", SimpleNamespace(samples=99, value=0.0))
     engine.finish(engine.run("a", 5))
     engine.finish(engine.run("b", 5))
     assert engine.order == [10, 11, 4, 3, 2, 1, 0, 9, 8, 7, 6, 5]
@@ -153,11 +163,10 @@ def test_the_end_of_a_prompt_goes_in_place_of_the_oldest_blocks(monkeypatch: pyt
 
 def test_a_preempted_request_is_not_judged() -> None:
     engine = Engine(30, "10")
-    assert engine.hook is not None
     request = engine.run("a", 5)
     request.is_finished = lambda: False
     engine.finish(request)
-    assert (engine.hook.eviction.tagged, len(engine.hook.eviction.tags)) == (0, 0)
+    assert (engine.tail.tagged, len(engine.tail.tags)) == (0, 0)
 
 
 @pytest.mark.parametrize("why", ["in use", "other content", "not in the queue"])
@@ -170,7 +179,7 @@ def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
     if why == "in use":
         pool.touch([block])
     elif why == "other content":
-        block.block_hash = b"new"
+        block.block_hash = b"new" + GROUP
     else:
         pool.free_block_queue.remove(block)
     before = engine.order
@@ -179,6 +188,7 @@ def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
     assert "free" in vars(engine.manager), "nothing went wrong"
 
 
+@pytest.mark.parametrize("target", [None, "0"])
 @pytest.mark.parametrize(
     ("request_id", "extra", "ended"),
     [
@@ -189,10 +199,10 @@ def test_a_tagged_block_that_has_changed_stays_where_it_is(why: str) -> None:
         ("b", {"other": "ended"}, False),
     ],
 )
-def test_an_ended_conversation_goes_first_also_under_plain_lru(
-    request_id: str, extra: dict[str, str] | None, *, ended: bool
+def test_an_ended_conversation_goes_first_with_and_without_t_lru(
+    request_id: str, extra: dict[str, str] | None, target: str | None, *, ended: bool
 ) -> None:
-    engine = Engine(10, "0")
+    engine = Engine(10, target)
     engine.finish(engine.run("a", 5))
     engine.finish(engine.run("b", 5, request_id, extra))
     taken = [block.block_id for block in engine.manager.block_pool.get_new_blocks(5)]
@@ -200,40 +210,44 @@ def test_an_ended_conversation_goes_first_also_under_plain_lru(
 
 
 @pytest.mark.parametrize("target", [None, "", "soon", "-1"])
-def test_without_a_target_every_function_is_vllms_own(target: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_target_there_is_no_t_lru(target: str | None, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(target=target)
-    assert engine.hook is None
-    assert "free" not in vars(engine.manager)
-    assert "get_new_blocks" not in vars(engine.manager.block_pool)
+    assert engine.hook is not None
+    assert engine.hook.eviction.tail is None
     assert len(caplog.records) == bool(target), "one line says what is wrong"
 
 
 @pytest.mark.parametrize("why", ["a KV connector", "more than one KV cache group", "prefix caching is off"])
-def test_where_it_cannot_work_one_line_says_so(why: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("target", [None, "1"])
+def test_where_it_cannot_work_one_line_says_so(
+    why: str, target: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.warmfleet")
     manager = Manager(10)
     if why == "prefix caching is off":
         manager.enable_caching = False
     elif "group" in why:
         manager.kv_cache_config.kv_cache_groups.append(object())
     scheduler = SimpleNamespace(kv_cache_manager=manager, connector=object() if "connector" in why else None)
-    assert tail_eviction.install(scheduler, "1", lambda: 1) is None
+    assert eviction.install(scheduler, target, lambda: 1) is None
     assert "free" not in vars(manager)
     (record,) = caplog.records
     assert why in record.getMessage()
+    assert record.levelno == (logging.WARNING if target else logging.INFO)
 
 
 def test_a_vllm_that_differs_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tail_eviction, "missing", lambda part: f"there is no {part.name}")
+    monkeypatch.setattr(eviction, "missing", lambda part: f"there is no {part.name}")
     engine = Engine()
     assert engine.hook is None
     assert "free" not in vars(engine.manager)
     (record,) = caplog.records
-    assert "there is no EVICTION: WARMFLEET_TTFT_TARGET_S has no effect" in record.getMessage()
+    assert "there is no EVICTION: ended and paused sessions are not evicted first" in record.getMessage()
 
 
-@pytest.mark.parametrize("step", ["finished", "give_up"])
+@pytest.mark.parametrize("step", ["freed", "give_up"])
 def test_an_error_of_ours_leaves_eviction_to_vllm(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(10, "10")
     assert engine.hook is not None
@@ -250,27 +264,21 @@ def test_an_objective_that_fails_is_logged_once_and_ends_t_lru(caplog: pytest.Lo
     engine = Engine(10, "10")
     assert engine.hook is not None
     caplog.clear()
-    outputs = {0: SimpleNamespace(outputs=[SimpleNamespace(request_id="a", prefill_stats=object())])}
+    engine.tail.objective = SimpleNamespace()  # type: ignore[assignment]
     for _ in range(3):
-        engine.hook.first_tokens(outputs)
+        engine.hook.first_token("a", 1, 2)
         engine.hook.log()
     assert len(caplog.records) == 1
     assert "free" not in vars(engine.manager)
 
 
-def test_the_objective_is_told_of_first_tokens_only() -> None:
+def test_the_objective_is_told_of_first_tokens() -> None:
     engine = Engine()
     assert engine.hook is not None
     noted: list[Served] = []
-    engine.hook.eviction.objective = SimpleNamespace(note=noted.append, xi_tokens=lambda: 1)
-    stats = SimpleNamespace(num_prompt_tokens=100, num_cached_tokens=64)
-    outputs = [
-        SimpleNamespace(request_id="a", prefill_stats=stats),
-        SimpleNamespace(request_id="gone", prefill_stats=stats),
-        SimpleNamespace(request_id="b", prefill_stats=None),
-    ]
-    engine.hook.first_tokens({0: SimpleNamespace(outputs=outputs)})
-    assert [(note.prompt_tokens, note.uncached_tokens) for note in noted] == [(100, 36), (100, 36)]
+    engine.tail.objective = SimpleNamespace(note=noted.append, xi_tokens=lambda: 1)
+    engine.hook.first_token("gone", 64, 100)
+    assert [(note.prompt_tokens, note.uncached_tokens) for note in noted] == [(100, 36)]
 
 
 @pytest.mark.parametrize(("target", "hashes"), [("auto", [b"a0", b"a1"]), ("0.1", [])])
@@ -281,13 +289,69 @@ def test_hashes_of_a_prompt_are_read_only_for_the_account(
     engine = Engine(10, target)
     assert engine.hook is not None
     told: list[list[bytes]] = []
-    monkeypatch.setattr(engine.hook.eviction, "first_token", lambda _served, known: told.append(list(known)))
+    monkeypatch.setattr(engine.tail, "first_token", lambda _served, known: told.append(list(known)))
     engine.run("a", 2)
-    stats = SimpleNamespace(num_prompt_tokens=2 * BLOCK + 1, num_cached_tokens=0)
 
-    engine.hook.first_tokens({0: SimpleNamespace(outputs=[SimpleNamespace(request_id="a", prefill_stats=stats)])})
+    engine.hook.first_token("a", 0, 2 * BLOCK + 1)
 
-    assert told == [hashes]
+    assert told == [[name + GROUP for name in hashes]]
+
+
+def id_of(number: int) -> str:
+    return f"wf-{number:022}"
+
+
+@pytest.mark.parametrize("hashed", [BLOCK, BLOCK // 2])
+@pytest.mark.parametrize("target", [None, "0"])
+def test_a_session_that_yields_goes_before_an_older_one_and_its_last_block_first(
+    target: str | None, hashed: int
+) -> None:
+    engine = Engine(12, target, hashed=hashed)
+    assert engine.hook is not None
+    engine.finish(engine.run("a", 5, f"chatcmpl-{id_of(1)}.x-0"))
+    engine.finish(engine.run("b", 5, f"chatcmpl-{id_of(2)}{'t' * 11}.x-0"))
+    engine.hook.eviction.yield_sessions([id_of(9), id_of(2)])
+    taken = [block.block_id for block in engine.manager.block_pool.get_new_blocks(5)]
+    assert taken == [9, 8, 7, 10, 11], "three blocks in place of three of a, and two without content"
+    assert engine.order == [4, 3, 2, 1, 0, 6, 5]
+    assert [block.block_id for block in engine.manager.block_pool.get_new_blocks(3)] == [6, 5, 4]
+    assert engine.hook.eviction.given_up == 5
+    assert not engine.hook.eviction.chooses
+
+
+def test_blocks_that_another_request_uses_or_has_used_since_stay() -> None:
+    engine = Engine(12, None)
+    assert engine.hook is not None
+    pool = engine.manager.block_pool
+    request = engine.run("a", 5, f"cmpl-{id_of(1)}.x-0")
+    engine.finish(request)
+    engine.finish(engine.run("b", 5))
+    engine.hook.eviction.yield_sessions([id_of(1)])
+    again = SimpleNamespace(**vars(request) | {"request_id": f"cmpl-{id_of(2)}.x-0"})
+    engine.manager.tables[again.request_id] = pool.blocks[:3]
+    pool.touch(pool.blocks[:3])
+    assert [block.block_id for block in pool.get_new_blocks(5)] == [4, 3, 10, 11, 9]
+    engine.hook.eviction.yield_sessions([id_of(1)])
+    again.num_prompt_tokens = again.num_tokens = 3 * BLOCK
+    engine.finish(again)
+    assert [block.block_id for block in pool.get_new_blocks(3)] == [8, 7, 6], "the later request keeps what it shares"
+
+
+def test_a_request_is_reported_with_its_cached_tokens_and_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = Engine(20, None), []
+    assert engine.hook is not None
+    monkeypatch.setattr(engine.hook.eviction, "freed", lambda request, _now: told.append(request))
+    for number, name in enumerate((f"cmpl-{id_of(1)}.x-0", f"1_cmpl-{id_of(2)}.x-0", "cmpl-direct-0")):
+        request = engine.run("abc"[number], 4, name)
+        engine.hook.first_token(name, 16 * number, 4 * BLOCK)
+        request.is_finished = lambda ends=number != 1: ends
+        engine.finish(request)
+    assert [(request.reservation, request.cached_tokens, request.preempted) for request in told] == [
+        (id_of(1), 0, False),
+        ("", 16, True),
+        ("", 32, False),
+    ]
+    assert engine.hook._cached == {}
 
 
 def test_a_line_tells_what_was_given_up_once_a_minute(
@@ -304,5 +368,6 @@ def test_a_line_tells_what_was_given_up_once_a_minute(
         monkeypatch.setattr(engine.hook, "_logged_at", -1e9)
         engine.hook.log()
         engine.hook.log()
-    (record,) = caplog.records
-    assert "13 blocks tagged, 3 given up first; objective 4800 tokens, next prompt 200 tokens" in record.getMessage()
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "3 blocks given up first" in first
+    assert "13 blocks tagged; objective 4800 tokens, next prompt 200 tokens" in second

@@ -1,4 +1,4 @@
-"""The simulated pool that evicts by the plugin's T-LRU."""
+"""The simulated pool that evicts in the plugin's order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.simulator.scheduler import Limits, Request, Scheduler
 from warmfleet_loadtest.simulator.step_costs import StepCosts
-from warmfleet_loadtest.simulator.tail_pool import TailPool
+from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_worker.eviction import next_prompt
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.wire import ENDED_MARK, RESERVATION_PREFIX
@@ -47,7 +47,7 @@ def test_what_a_conversation_can_do_without_goes_first(target: str, cached: int)
 def test_both_schedulers_tell_it_about_first_tokens_and_ends(mode: str) -> None:
     engine = replace(CONFIG, mode=mode, fcfs_decode_s=0.0, ttft_target="auto").scheduler(clock=lambda: 1.0)
     pool = engine.pool
-    assert isinstance(pool, TailPool)
+    assert isinstance(pool, PluginPool)
     for round_number in range(3):
         for name in "abcd":
             request = Request(name, NAMES[name][: 160 + 32 * round_number], 3, [9, 9, 9])
@@ -55,21 +55,24 @@ def test_both_schedulers_tell_it_about_first_tokens_and_ends(mode: str) -> None:
             while (step := engine.schedule()) is not None:
                 engine.complete(step)
             engine.collect(1e9)
-    assert pool.eviction.next_prompt._growth.samples == 8
-    assert len(pool.eviction.objective._uncached) == 12  # type: ignore[attr-defined]
+    tail = pool.eviction.tail
+    assert tail is not None
+    assert tail.next_prompt._growth.samples == 8
+    assert len(tail.objective._uncached) == 12  # type: ignore[attr-defined]
 
 
 def test_a_request_that_is_aborted_is_over_and_a_waiting_one_never_began() -> None:
     engine = replace(CONFIG, ttft_target="0.05").scheduler(clock=lambda: 1.0)
     pool = engine.pool
-    assert isinstance(pool, TailPool)
+    assert isinstance(pool, PluginPool)
     running, waiting = Request("a", NAMES["a"][:320], 9, [9] * 9), Request("b", NAMES["b"][:320], 9, [9] * 9)
     engine.add(running)
     engine.schedule()
     engine.add(waiting)
     engine.abort(waiting)
     engine.abort(running)
-    assert pool.eviction.tagged == 3  # of 20 blocks: ceil((320 - 50) / 16) = 17 stay
+    assert pool.eviction.tail is not None
+    assert pool.eviction.tail.tagged == 3  # of 20 blocks: ceil((320 - 50) / 16) = 17 stay
     assert pool.free == 63
 
 
