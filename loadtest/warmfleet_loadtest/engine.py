@@ -56,7 +56,7 @@ class EngineConfig:
     """An engine's settings, except how it joins a fleet.
 
     mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
-    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU, too (``simulator/plugin_pool``).
+    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU, too.
     """
 
     scheme: wire.Scheme

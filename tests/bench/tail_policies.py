@@ -10,8 +10,8 @@ from math import inf
 
 from tests.bench.tail_conversations import ALPHA_MS, BLOCK_TOKENS, NEXT_PROMPT_TOKENS, Turn
 
-from warmfleet_worker.eviction.objective import Served
 from warmfleet_worker.eviction.finished import Finished
+from warmfleet_worker.eviction.objective import Served
 from warmfleet_worker.eviction.tail_eviction import tail_eviction_of
 
 MOST_BLOCKS = 1 << 20  # of a conversation, so that its number and a block's index make a number of their own

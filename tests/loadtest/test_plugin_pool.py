@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from warmfleet_loadtest.engine import EngineConfig
+from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_loadtest.simulator.scheduler import Limits, Request, Scheduler
 from warmfleet_loadtest.simulator.step_costs import StepCosts
-from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_worker.eviction import next_prompt
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.protocol.wire import ENDED_MARK, RESERVATION_PREFIX

@@ -15,12 +15,12 @@ from tests.support.polling import poll
 from tests.vllm import trees
 from tests.vllm.engine import BLOCK_TOKENS, ROOT, TRUTH, VENV, EngineOptions, running
 from tests.vllm.test_plugin import reservation
+from warmfleet_worker.vllm_hooks.tail_eviction import ENDED, XARG
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
 from warmfleet.fleet.rows import Flag
 from warmfleet_worker.eviction.objective import EVERY_REQUESTS
-from warmfleet_worker.vllm_hooks.tail_eviction import ENDED, XARG
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The eviction hook at a small copy of vLLM's block pool; ``tests/vllm/test_tail_eviction.py`` has it at the real one."""
+"""The order of eviction at a small copy of vLLM's block pool; ``tests/vllm/test_tail_eviction.py`` has the real one."""
 
 from __future__ import annotations
 
@@ -219,9 +219,7 @@ def test_without_a_target_there_is_no_t_lru(target: str | None, caplog: pytest.L
 
 @pytest.mark.parametrize("why", ["a KV connector", "more than one KV cache group", "prefix caching is off"])
 @pytest.mark.parametrize("target", [None, "1"])
-def test_where_it_cannot_work_one_line_says_so(
-    why: str, target: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_it_cannot_work_one_line_says_so(why: str, target: str | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.warmfleet")
     manager = Manager(10)
     if why == "prefix caching is off":
@@ -264,7 +262,7 @@ def test_an_objective_that_fails_is_logged_once_and_ends_t_lru(caplog: pytest.Lo
     engine = Engine(10, "10")
     assert engine.hook is not None
     caplog.clear()
-    engine.tail.objective = SimpleNamespace()  # type: ignore[assignment]
+    engine.tail.objective = SimpleNamespace()
     for _ in range(3):
         engine.hook.first_token("a", 1, 2)
         engine.hook.log()

@@ -310,3 +310,55 @@ async def test_a_goodbye_is_said_although_it_is_asked_for_in_the_middle_of_a_ste
         await asyncio.to_thread(publisher._thread.join, 10)
         assert asked
     assert [entry[b"o"] for _, entry in await stream(fleet)][-1] == b"leave"
+
+
+async def test_sessions_that_yield_are_read_with_the_blocks_that_an_engine_stores(
+    fleet: Fleet, redis_url: str, model: str
+) -> None:
+    tracker, told, key = Tracker(), list[str](), fleet.keys.yields(WORKER)
+    ids = [f"wf-{number:022}" for number in range(wire.YIELDS_PER_READING + 44)]
+    with publishing(redis_url, model, tracker, yielded=told.extend) as publisher:
+        await poll(lambda: publisher.state.joined)
+        await fleet.redis.rpush(key, *ids)
+        tracker.stored(hashes(1))
+        await poll(lambda: len(told) == wire.YIELDS_PER_READING)
+        assert await fleet.redis.llen(key) == 44
+        for number in range(4):
+            tracker.stored(hashes(2 + number))
+            await asyncio.sleep(wire.YIELDS_SECONDS / 2)
+        await poll(lambda: told == ids)
+        assert not await fleet.redis.exists(key)
+
+
+async def test_without_a_use_for_them_or_entries_to_send_yields_are_not_read(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "HEARTBEAT_SECONDS", 60)
+    key, told = fleet.keys.yields(WORKER), list[str]()
+    for use in (None, told.extend):
+        tracker = Tracker()
+        with publishing(redis_url, model, tracker, yielded=use) as publisher:
+            await poll(lambda publisher=publisher: publisher.state.joined)  # type: ignore[misc]
+            await asyncio.sleep(0.2)
+            await fleet.redis.rpush(key, "wf-a")
+            if use is None:
+                tracker.stored(hashes(1))
+            await asyncio.sleep(wire.YIELDS_SECONDS + 0.3)
+            assert await fleet.redis.lrange(key, 0, -1) == [b"wf-a"], "an idle engine needs no room, a bridge has none"
+            await fleet.redis.delete(key)
+
+
+@pytest.mark.parametrize("kind", ["string", "binary"])
+async def test_a_key_that_holds_something_else_does_no_harm(
+    fleet: Fleet, redis_url: str, model: str, kind: str
+) -> None:
+    tracker, told, key = Tracker(), list[str](), fleet.keys.yields(WORKER)
+    await (fleet.redis.set(key, "x") if kind == "string" else fleet.redis.rpush(key, b"\xff\x00"))
+    with publishing(redis_url, model, tracker, yielded=told.extend) as publisher:
+        for number in range(8):
+            tracker.stored(hashes(1 + number))
+            await asyncio.sleep(0.1)
+        async with upkeep(fleet):
+            await equal(fleet, tracker)
+        assert publisher.state.errors == 0
+    assert told == ([] if kind == "string" else ["\ufffd\x00"])

@@ -191,7 +191,7 @@ class WorkerPublisher:
         self._due.flush = now + (0.0 if self._has_more() else wire.FLUSH_SECONDS)
 
     def _send(self, now: float) -> None:
-        """Send what is pending, and read which sessions yield: an engine that stores no blocks needs no room for them."""
+        """Send what is pending, and read which sessions yield; an engine that stores no blocks needs no room."""
         if self._yielded is None or now < self._due.yields or not self._stream.pending:
             self._stream.flush()
             return

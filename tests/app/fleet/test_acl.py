@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from contextlib import AsyncExitStack
@@ -91,7 +92,7 @@ def test_every_command_that_is_not_listed_is_refused(guarded: Guarded, name: str
     allowed = {"cluster|slots"} | set(
         (*SCRIPT_COMMANDS, *ROUTER_COMMANDS)
         if name == "router"
-        else (*WORKER_COMMANDS, "xadd", "get", "setnx", "expire", "hgetall", "hget", "watch", "hset", "hdel")
+        else (*WORKER_COMMANDS, "xadd", "get", "lpop", "setnx", "expire", "hgetall", "hget", "watch", "hset", "hdel")
     )
     admin = guarded.client("admin")
     admin.response_callbacks.clear()  # the server's own format
@@ -134,6 +135,7 @@ def test_the_list_is_what_the_scripts_call() -> None:
 
 STREAMS = [KEYS.events("w1.0"), KEYS.events("w1.1"), KEYS.server("w1"), KEYS.hello]
 COMMANDS = [KEYS.command("w1.0"), KEYS.command("w1.1")]
+YIELDS = [KEYS.yields("w1.0"), KEYS.yields("w1.1")]
 ARTIFACTS = [KEYS.artifact("w1", "0" * 64)]
 #: Keys of the model that workers do not need, and keys of other workers and models.
 FOREIGN = [
@@ -141,6 +143,7 @@ FOREIGN = [
     *(KEYS.block(b"12345678").decode(), KEYS.speculative(b"12345678").decode(), KEYS.slot(7)),
     *(KEYS.events("w2.0"), KEYS.events("w1.2"), KEYS.events("w1.0.0"), KEYS.events("w1"), KEYS.events("w1.0x")),
     *(KEYS.server("w2"), KEYS.server("w1.0"), KEYS.command("w2.0"), KEYS.command("w1"), KEYS.command("w1.0.0")),
+    *(KEYS.yields("w2.0"), KEYS.yields("w1"), KEYS.yields("w1.0.0"), OTHERS.yields("w1.0")),
     *(KEYS.artifact("w2", "0" * 64), KEYS.artifact("w1.0", "0" * 64), f"{KEYS.prefix}artifact:w1", KEYS.prefix, "x"),
     *(OTHERS.events("w1.0"), OTHERS.server("w1"), OTHERS.hello, OTHERS.command("w1.0"), OTHERS.artifact("w1", "0")),
 ]
@@ -150,6 +153,8 @@ POOLS = [wire.Keys("org/model").pools, *PLACES]
 VERBS: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "XADD": (("MAXLEN", "~", "9", "*", "f", "v"), STREAMS),
     "GET": ((), COMMANDS),
+    "LPOP": (("9",), YIELDS),
+    "RPUSH": (("v",), []),
     "SETNX": (("v",), ARTIFACTS),
     "EXPIRE": (("60",), ARTIFACTS),
     "HGETALL": ((), POOLS),
@@ -164,7 +169,7 @@ VERBS: dict[str, tuple[tuple[str, ...], list[str]]] = {
 def test_a_worker_does_one_thing_with_each_of_its_keys(guarded: Guarded, verb: str) -> None:
     arguments, own = VERBS[verb]
     with guarded.client("worker-w1") as client:
-        for key in [*STREAMS, *COMMANDS, *ARTIFACTS, *POOLS, *FOREIGN]:
+        for key in [*STREAMS, *COMMANDS, *YIELDS, *ARTIFACTS, *POOLS, *FOREIGN]:
             assert attempt(client, verb, key, *arguments) == ("allowed" if key in own else "refused"), key
 
 
@@ -219,6 +224,38 @@ async def test_a_worker_takes_a_place_in_a_pool_as_far_as_its_rights_let_it(guar
         assert bool(admin.exists(wire.Keys(model).placement)) == (rights == "today's")
 
 
+@pytest.mark.parametrize("rights", ["today's", "of an older version"])
+async def test_a_worker_reads_which_sessions_yield_as_far_as_its_rights_let_it(
+    guarded: Guarded, rights: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With older rules without LPOP the worker reports as ever, and says once that it does not read them."""
+    name, told = {"today's": "y8", "of an older version": "y9"}[rights], list[str]()
+    words = _words(user(f"worker-{name}", [f"secret-worker-{name}"], worker_rules(MODEL, name)).split(" ", 2)[2])
+    if rights != "today's":
+        words = [word for word in words if "lpop" not in word]
+    tracker = Tracker()
+    with guarded.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", f"worker-{name}", *words)
+        admin.rpush(KEYS.yields(f"{name}.0"), "wf-x")
+        config = PublisherConfig(
+            guarded.url(f"worker-{name}"), MODEL, f"{name}.0", name, 0, SCHEME, 9_999, 32_768, "test"
+        )
+        core = WorkerPublisher(config, tracker, yielded=told.extend)
+        core.start()
+        try:
+            for _ in range(15):
+                tracker.stored(os.urandom(8))
+                await asyncio.sleep(0.1)
+            assert core.state.errors == 0
+        finally:
+            core.stop(5)
+        assert admin.llen(KEYS.yields(f"{name}.0")) == len(["wf-x"]) - len(told)
+        admin.delete(KEYS.yields(f"{name}.0"))
+    assert told == (["wf-x"] if rights == "today's" else [])
+    refusals = [record for record in caplog.records if "is not read" in record.getMessage()]
+    assert len(refusals) == (rights != "today's")
+
+
 def _words(rules: str) -> list[str]:
     """The single rules of a user; brackets with their content are one rule."""
     return re.findall(r"\([^)]*\)|\S+", rules)
@@ -226,7 +263,7 @@ def _words(rules: str) -> list[str]:
 
 def test_a_router_has_the_keys_of_its_models_only(guarded: Guarded) -> None:
     others = {KEYS.prefix, KEYS.operator_approved, KEYS.operator_policy}  # the bare prefix, and the operator's keys
-    own = [key for key in [*STREAMS, *COMMANDS, *FOREIGN] if key.startswith(KEYS.prefix) and key not in others]
+    own = [key for key in [*STREAMS, *COMMANDS, *YIELDS, *FOREIGN] if key.startswith(KEYS.prefix) and key not in others]
     with guarded.client("router") as client:
         for key in [*own, *FOREIGN]:
             answer = attempt(client, "TYPE", key)

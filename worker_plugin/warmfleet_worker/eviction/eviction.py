@@ -56,7 +56,9 @@ class Eviction:
             self._sessions.give_up(self._yields.popleft())
         taken = self._sessions.take(count, valid)
         if self.tail is not None and len(taken) < count:
-            more = self.tail.give_up(count - len(taken), lambda number, found: number not in taken and valid(number, found))
-            taken |= dict.fromkeys(more)
+            others = self.tail.give_up(
+                count - len(taken), lambda number, block_hash: number not in taken and valid(number, block_hash)
+            )
+            taken |= dict.fromkeys(others)
         self.given_up += len(taken)
         return list(taken)

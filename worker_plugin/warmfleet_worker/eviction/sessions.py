@@ -14,12 +14,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from copy import copy
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.eviction.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from warmfleet_worker.eviction.finished import Finished
 
@@ -27,7 +28,7 @@ MOST_REQUESTS = 2_048  # most requests that are remembered; beyond it the oldest
 MOST_BLOCKS = 4  # most blocks that are remembered, and that wait to be given up, as multiples of the cache's blocks
 #: Blocks of an answer by which the next request of a session finds it; by its last block besides. An answer that comes
 #: back changed differs early.
-ANSWER_BLOCKS = 64
+ANSWER_BLOCKS = 16
 
 
 class Chain:
@@ -62,7 +63,11 @@ class Chain:
         A hash stands for all tokens before its block, too, so behind unequal hashes there are only unequal ones.
         """
         most = min(self.end, other.end)
-        return bisect_left(range(most), 1, min(low, most), key=lambda index: self.at(index) != other.at(index))
+        if low >= most or self.at(most - 1) == other.at(most - 1):
+            return most
+        if self.at(low) != other.at(low):
+            return low
+        return bisect_left(range(most), 1, low, key=lambda index: self.at(index) != other.at(index))
 
     def cut(self, start: int) -> None:
         """Drop the blocks before ``start``."""
@@ -131,7 +136,7 @@ class Sessions:
     def _remember(self, chain: Chain) -> None:
         self._requests[chain.age] = chain
         self._blocks += chain.size
-        self._by_block.update(dict.fromkeys(chain.keys, chain))
+        self._by_block.update(zip(chain.keys, repeat(chain), strict=False))
         if chain.reservation:
             self._by_reservation[chain.reservation] = chain
         while self._blocks > self._most_blocks or len(self._requests) > MOST_REQUESTS:

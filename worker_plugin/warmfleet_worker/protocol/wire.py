@@ -230,7 +230,7 @@ def first_child(request_id: str) -> str:
 
 def conversation_ended(request_id: str) -> bool:
     """Tell whether a router has marked an engine's own request id as the last of its conversation."""
-    match = _ENGINE_REQUEST_ID.match(request_id)
+    match = _ENGINE_REQUEST_ID.match(request_id) if ENDED_MARK in request_id else None
     return match is not None and request_id.startswith(ENDED_MARK, match.end())
 
 
