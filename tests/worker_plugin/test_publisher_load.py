@@ -313,8 +313,9 @@ async def test_a_goodbye_is_said_although_it_is_asked_for_in_the_middle_of_a_ste
 
 
 async def test_sessions_that_yield_are_read_with_the_blocks_that_an_engine_stores(
-    fleet: Fleet, redis_url: str, model: str
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(wire, "YIELDS_SECONDS", 60)
     tracker, told, key = Tracker(), list[str](), fleet.keys.yields(WORKER)
     ids = [f"wf-{number:022}" for number in range(wire.YIELDS_PER_READING + 44)]
     with publishing(redis_url, model, tracker, yielded=told.extend) as publisher:
@@ -322,10 +323,12 @@ async def test_sessions_that_yield_are_read_with_the_blocks_that_an_engine_store
         await fleet.redis.rpush(key, *ids)
         tracker.stored(hashes(1))
         await poll(lambda: len(told) == wire.YIELDS_PER_READING)
-        assert await fleet.redis.llen(key) == 44
         for number in range(4):
             tracker.stored(hashes(2 + number))
-            await asyncio.sleep(wire.YIELDS_SECONDS / 2)
+            await asyncio.sleep(wire.FLUSH_SECONDS)
+        assert await fleet.redis.llen(key) == 44, "the next reading is not due"
+        publisher._due.yields = 0.0
+        tracker.stored(hashes(9))
         await poll(lambda: told == ids)
         assert not await fleet.redis.exists(key)
 

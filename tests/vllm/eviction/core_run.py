@@ -1,4 +1,4 @@
-"""T-LRU in vLLM's real core, without a server: this file runs in vLLM's environment, with the seed as its argument.
+"""The plugin's order of eviction in vLLM's real core, without a server: this file runs in vLLM's environment, with the seed as its argument.
 
 Requests of conversations come, hit, compute, decode, are preempted and finish at random, and the cache is reset. After
 every step the free queue is checked link by link, and every allocation is compared with what plain LRU would have done.
@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request, RequestStatus
 
-from warmfleet_worker.vllm_hooks import tail_eviction
+from warmfleet_worker.vllm_hooks import eviction
 
 BLOCK, BLOCKS, SPEED_TPS = 16, 400, 1_000
 WORDS = 50_000
@@ -34,8 +34,8 @@ def manager_of(blocks: int) -> Any:
 
 
 def hooked(manager: Any, target: str | None) -> Any:
-    scheduler = SimpleNamespace(kv_cache_manager=manager, connector=None)
-    return tail_eviction.install(scheduler, target, lambda: SPEED_TPS)
+    scheduler = SimpleNamespace(kv_cache_manager=manager, connector=None, hash_block_size=BLOCK)
+    return eviction.install(scheduler, target, lambda: SPEED_TPS)
 
 
 class Core:
@@ -48,6 +48,7 @@ class Core:
         self.running: list[Any] = []
         self.evicted = self.cached_tokens = self.prompt_tokens = 0
         self.uncached: list[int] = []
+        self.before: dict[bytes, bytes | None] = {}  # the hash before each block's
         self._hasher = get_request_block_hasher(BLOCK, sha256_cbor)
         self._watch()
 
@@ -71,7 +72,7 @@ class Core:
 
     def start(self, name: str, prompt: list[int], *, ended: bool = False) -> Any:
         """A request computes its whole prompt; returns it, or None if there is no room."""
-        extra = {tail_eviction.XARG: tail_eviction.ENDED} if ended else None
+        extra = {eviction.XARG: eviction.ENDED} if ended else None
         params = SamplingParams(max_tokens=1_000, extra_args=extra)
         request = Request(name, prompt, params, None, block_hasher=self._hasher)
         return request if self.compute(request) else None
@@ -80,9 +81,12 @@ class Core:
         found, cached = self.manager.get_computed_blocks(request)[:2]
         if self.manager.allocate_slots(request, request.num_tokens - cached, cached, found) is None:
             return False
+        self._note(request)
         request.num_computed_tokens = request.num_tokens
         request.status = RequestStatus.RUNNING
         self.running.append(request)
+        if self.hook is not None and request.num_output_tokens == 0:
+            self.hook.first_token(request.request_id, cached, request.num_tokens)
         self.cached_tokens += cached
         self.prompt_tokens += request.num_tokens
         self.uncached.append(request.num_tokens - cached)
@@ -92,8 +96,12 @@ class Core:
         for token in tokens:
             request.append_output_token_ids(token)
             if self.manager.allocate_slots(request, 1) is None:
-                return
+                break
             request.num_computed_tokens += 1
+        self._note(request)
+
+    def _note(self, request: Any) -> None:
+        self.before |= zip(request.block_hashes, [None, *request.block_hashes], strict=False)
 
     def preempt(self, request: Any) -> None:
         self.running.remove(request)
@@ -122,14 +130,19 @@ class Core:
         free = set(numbers)
         for block in self.pool.blocks:
             assert block.is_null or (block.block_id in free) == (block.ref_cnt == 0)
+        if self.hook.eviction.tail is None:
+            held = {key[:-4] for key in self.pool.cached_block_hash_to_block._cache}
+            assert all(self.before[key] is None or self.before[key] in held for key in held), "a hole"
 
 
-def random_life(seed: int, steps: int) -> dict[str, int]:
-    """Everything that can happen to requests, at random."""
+def random_life(seed: int, steps: int, target: str | None) -> dict[str, int]:
+    """Everything that can happen to requests, at random. Without a target the blocks held are always whole prefixes."""
     rng = random.Random(seed)
-    core = Core(BLOCKS, "0.3")
+    core = Core(BLOCKS, target)
+    tail = core.hook.eviction.tail
     systems = [[rng.randrange(WORDS) for _ in range(rng.choice([40, 200]))] for _ in range(2)]
     talks: list[list[int]] = []
+    names: list[str] = []
     counts = dict.fromkeys(("finished", "preempted", "resets", "refused", "tagged_by_preemption"), 0)
     waiting: list[Any] = []
     for step in range(steps):
@@ -138,7 +151,8 @@ def random_life(seed: int, steps: int) -> dict[str, int]:
             old = talks.pop(rng.randrange(len(talks))) if talks and rng.random() < 0.7 else rng.choice(systems)
             prompt = old[: rng.randrange(1, len(old) + 1)] if rng.random() < 0.1 else old
             prompt = prompt + [rng.randrange(WORDS) for _ in range(rng.randrange(1, 400))]
-            if core.start(f"r{step}", prompt[:3_000], ended=rng.random() < 0.1) is None:
+            names.append(f"wf-{step:022}")
+            if core.start(f"cmpl-{names[-1]}.x-0", prompt[:3_000], ended=rng.random() < 0.1) is None:
                 counts["refused"] += 1
         elif act < 0.55 and waiting:
             request = waiting.pop()
@@ -147,11 +161,11 @@ def random_life(seed: int, steps: int) -> dict[str, int]:
         elif act < 0.7 and core.running:
             core.decode(rng.choice(core.running), [rng.randrange(WORDS) for _ in range(rng.randrange(1, 60))])
         elif act < 0.78 and core.running:
-            request, before = rng.choice(core.running), core.hook.eviction.tagged
+            request, before = rng.choice(core.running), tail and tail.tagged
             core.preempt(request)
             waiting.append(request)
             counts["preempted"] += 1
-            counts["tagged_by_preemption"] += core.hook.eviction.tagged - before
+            counts["tagged_by_preemption"] += tail.tagged - before if tail else 0
         elif act < 0.785:
             while core.running:
                 core.finish(core.running[0])
@@ -159,9 +173,10 @@ def random_life(seed: int, steps: int) -> dict[str, int]:
         elif core.running:
             talks = [*talks[-30:], core.finish(rng.choice(core.running))]
             counts["finished"] += 1
+        if rng.random() < 0.05:
+            core.hook.eviction.yield_sessions(names[-rng.randrange(1, 40) :][:1])
         core.check()
-    eviction = core.hook.eviction
-    return counts | {"tagged": eviction.tagged, "given_up": eviction.given_up, "evicted": core.evicted}
+    return counts | {"given_up": core.hook.eviction.given_up, "evicted": core.evicted}
 
 
 def turns(target: str | None) -> dict[str, float]:
@@ -186,24 +201,10 @@ def turns(target: str | None) -> dict[str, float]:
     }
 
 
-def off() -> dict[str, bool]:
-    """Without a target every function is vLLM's own, on the object and on its class."""
-    free, get = KVCacheManager.free, None
-    manager = manager_of(20)
-    get = type(manager.block_pool).get_new_blocks
-    assert hooked(manager, None) is None
-    assert hooked(manager, "") is None
-    assert hooked(manager, "nonsense") is None
-    return {
-        "free": manager.free.__func__ is free and "free" not in vars(manager),
-        "get": manager.block_pool.get_new_blocks.__func__ is get and "get_new_blocks" not in vars(manager.block_pool),
-    }
-
-
 def failing() -> dict[str, bool]:
-    """An error of ours ends T-LRU, and nothing else."""
+    """An error of ours lets vLLM evict by itself, and nothing else."""
     core = Core(100, "0.1")
-    core.hook.eviction.finished = None
+    core.hook.eviction.freed = None
     core.finish(core.start("a", list(range(320))))
     core.check()
     return {"free": "free" not in vars(core.manager)}
@@ -212,8 +213,9 @@ def failing() -> dict[str, bool]:
 def main() -> None:
     init_none_hash(sha256_cbor)
     seed = int(sys.argv[1])
-    result = {"random": random_life(seed, 4_000), "off": off(), "failing": failing()}
-    result["turns"] = {name: turns(target) for name, target in (("lru", None), ("t_lru", "1.5"), ("hint only", "0"))}
+    result = {name: random_life(seed, 3_000, target) for name, target in (("random", "0.3"), ("random lru", None))}
+    result["failing"] = failing()
+    result["turns"] = {name: turns(target) for name, target in (("lru", None), ("t_lru", "1.5"), ("target 0", "0"))}
     print(json.dumps(result))
 
 
