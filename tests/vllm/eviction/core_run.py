@@ -1,8 +1,9 @@
-"""The plugin's order of eviction in vLLM's real core, without a server: this file runs in vLLM's environment, with the seed as its argument.
+"""The plugin's order of eviction in vLLM's real core, without a server; the argument is the seed.
 
-Requests of conversations come, hit, compute, decode, are preempted and finish at random, and the cache is reset. After
-every step the free queue is checked link by link, and every allocation is compared with what plain LRU would have done.
-The last line of the output is a JSON object with what happened.
+This file runs in vLLM's environment. Requests of conversations come, hit, compute, decode, are preempted and finish at
+random, conversations end and are paused, and the cache is reset. After every step the free queue is checked link by
+link, and every allocation is compared with what plain LRU would have done. The last line of the output is a JSON object
+with what happened.
 """
 
 from __future__ import annotations
