@@ -117,6 +117,24 @@ def test_the_same_prompt_once_more_keeps_the_prompt() -> None:
     assert cache.take() == "d"
 
 
+def test_a_prompt_that_was_sent_before_is_no_other_session() -> None:
+    cache = Cache()
+    cache.freed("1", "abcd", 3)
+    cache.freed("2", "abcx", 3, cached=3)
+    cache.sessions.give_up("2")
+    assert cache.take() == "dxcba"
+
+
+def test_two_short_questions_are_two_sessions() -> None:
+    cache = Cache()
+    for name, more in (("1", 3), ("2", 7)):
+        tokens = 3 * BLOCK + more, 4 * BLOCK
+        hashes = [b"S", b"SY", b"SYS", name.encode()]
+        cache.sessions.freed(Finished([0, 1, 2, 3 + int(name)], hashes, *tokens, reservation=name))
+    cache.sessions.give_up("2")
+    assert list(cache.sessions.take(9, lambda *_: True)) == [5]
+
+
 def test_first_steps_with_short_messages_are_sessions_of_their_own() -> None:
     """Their prompts have the same full blocks, those of the system prompt."""
     cache = Cache()

@@ -39,12 +39,15 @@ class Chain:
     the next request of the session finds this one.
     """
 
-    __slots__ = ("age", "checked", "end", "hashes", "kept", "keys", "numbers", "prompt_blocks", "reservation", "start")
+    __slots__ = (
+        *("age", "checked", "end", "hashes", "kept", "keys", "numbers"),
+        *("prompt_blocks", "prompt_tokens", "reservation", "start"),
+    )
 
     def __init__(self, request: Finished, end: int, prompt_blocks: int, age: int) -> None:
         self.numbers, self.hashes = request.numbers, request.hashes
         self.start = self.kept = self.checked = 0
-        self.end, self.prompt_blocks = end, prompt_blocks
+        self.end, self.prompt_blocks, self.prompt_tokens = end, prompt_blocks, request.prompt_tokens
         self.age, self.reservation = age, request.reservation
         first = prompt_blocks - 1
         self.keys = [*self.hashes[first : min(first + ANSWER_BLOCKS, end)], self.hashes[end - 1]]
@@ -198,11 +201,14 @@ class Sessions:
                 self.leaving.appendleft(other)
 
     def _is_earlier(self, other: Chain, chain: Chain) -> bool:
-        """Tell whether the session of ``chain`` had the request ``other`` before."""
+        """Tell whether the session of ``chain`` had the request ``other`` before, or this very prompt.
+
+        Prompts that differ within their last block only, such as two short questions, are of different sessions.
+        """
         last = max(other.prompt_blocks - 1, other.start)
         return (
             other.age < chain.age
-            and other.prompt_blocks < chain.prompt_blocks
+            and (other.prompt_blocks < chain.prompt_blocks or other.prompt_tokens == chain.prompt_tokens)
             and chain.start <= last < chain.end
             and other.at(last) == chain.at(last)
             and not self._shared.ends_at(other.at(last))
