@@ -3,13 +3,14 @@
 Real vLLM's own core (Scheduler, block pool, hasher; no model) works off prompts of 4,000 tokens that no other one
 shares, in blocks of 16, through a cache that is full: each request stores 250 blocks and evicts 250. It runs in several
 processes, one for each way: without the plugin, and with it while Redis is healthy, slow (every answer 200 ms late) or
-away, and with T-LRU eviction besides. They take turns of a few requests, so that other work on the machine
-hits all ways alike. A pause of 2 ms after each step stands for the model's work.
+away, where each conversation ends, and with T-LRU eviction besides. They take turns of a few requests, so that other
+work on the machine hits all ways alike. A pause of 2 ms after each step stands for the model's work.
 
 ``thread_ms``: CPU of the engine's thread for a request, that of the block hashes left out, which vLLM computes
 elsewhere. ``process_ms``: CPU of the whole process for a request, the plugin's own thread with it. Both are those of
-the least disturbed turn. ``step_...``: how long a step takes (``schedule`` and ``update_from_output``), in ms of wall
-time; ``step_cpu_p99_ms`` in ms of its thread's CPU, which other work on the machine hardly changes.
+the least disturbed turn. ``noted_us``: the median of the CPU in which that thread notes a finished request for the
+order of eviction. ``step_...``: how long a step takes (``schedule`` and ``update_from_output``), in ms of wall time;
+``step_cpu_p99_ms`` in ms of its thread's CPU, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ class Core:
         turns = self.turns[1:]  # the first turn fills the cache
         walls, cpus = (sorted(1e3 * step[at] for turn in turns for step in turn["steps_s"]) for at in (0, 1))
         thread = [1e3 * sum(cpu for _, cpu in turn["steps_s"]) / TURN for turn in turns]
+        noted = [1e6 * seconds for turn in turns for seconds in turn["noted_s"]]
         process = [1e3 * turn["process_s"] / TURN for turn in turns]
         return {
             "thread_ms": round(min(thread), 3),
             "thread_median_ms": round(statistics.median(thread), 3),
             "process_ms": round(min(process), 3),
+            "noted_us": round(statistics.median(noted or [0.0]), 1),
             "step_p50_ms": round(walls[len(walls) // 2], 3),
             "step_p99_ms": round(walls[len(walls) * 99 // 100], 3),
             "step_cpu_p99_ms": round(cpus[len(cpus) * 99 // 100], 3),
@@ -162,6 +165,7 @@ async def bench(options: argparse.Namespace) -> dict[str, Any]:
                 "away": f"unix://{Path(folder) / 'nobody'}",
             }
             ways: dict[str, dict[str, str]] = {name: {"WARMFLEET_REDIS_URL": where} for name, where in urls.items()}
+            ways["healthy, ends"] = ways["healthy"] | {"CORE_ENDS": "1"}
             ways["healthy, T-LRU"] = ways["healthy"] | {"WARMFLEET_TTFT_TARGET_S": TTFT_TARGET_S}
             ways = {"off": {}} | ways
             for number, (name, environ) in enumerate(ways.items()):

@@ -265,7 +265,7 @@ def test_an_objective_that_fails_is_logged_once_and_ends_t_lru(caplog: pytest.Lo
     engine.tail.objective = SimpleNamespace()
     for _ in range(3):
         engine.hook.first_token("a", 1, 2)
-        engine.hook.log()
+        engine.hook.beside()
     assert len(caplog.records) == 1
     assert "free" not in vars(engine.manager)
 
@@ -314,7 +314,7 @@ def test_a_session_that_yields_goes_before_an_older_one_and_its_last_block_first
     assert engine.order == [4, 3, 2, 1, 0, 6, 5]
     assert [block.block_id for block in engine.manager.block_pool.get_new_blocks(3)] == [6, 5, 4]
     assert engine.hook.eviction.given_up == 5
-    assert not engine.hook.eviction.chooses
+    assert not engine.hook.eviction._yields
 
 
 def test_blocks_that_another_request_uses_or_has_used_since_stay() -> None:
@@ -335,7 +335,7 @@ def test_blocks_that_another_request_uses_or_has_used_since_stay() -> None:
     assert [block.block_id for block in pool.get_new_blocks(3)] == [8, 7, 6], "the later request keeps what it shares"
 
 
-def test_a_request_is_reported_with_its_cached_tokens_and_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_reported_with_its_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, told = Engine(20, None), []
     assert engine.hook is not None
     monkeypatch.setattr(engine.hook.eviction, "freed", lambda request, _now: told.append(request))
@@ -344,10 +344,10 @@ def test_a_request_is_reported_with_its_cached_tokens_and_its_reservation(monkey
         engine.hook.first_token(name, 16 * number, 4 * BLOCK)
         request.is_finished = lambda ends=number != 1: ends
         engine.finish(request)
-    assert [(request.reservation, request.cached_tokens, request.preempted) for request in told] == [
-        (id_of(1), 0, False),
-        ("", 16, True),
-        ("", 32, False),
+    assert [(request.request_id, request.cached_tokens, request.preempted) for request in told] == [
+        (f"cmpl-{id_of(1)}.x-0", 0, False),
+        (f"1_cmpl-{id_of(2)}.x-0", 16, True),
+        ("cmpl-direct-0", 32, False),
     ]
     assert engine.hook._cached == {}
 
@@ -361,11 +361,11 @@ def test_a_line_tells_what_was_given_up_once_a_minute(
     with caplog.at_level(logging.INFO, "vllm.warmfleet"):
         engine.finish(engine.run("a", 10))
         engine.finish(engine.run("b", 3))
-        engine.hook.log()
+        engine.hook.beside()
         assert not caplog.records
         monkeypatch.setattr(engine.hook, "_logged_at", -1e9)
-        engine.hook.log()
-        engine.hook.log()
+        engine.hook.beside()
+        engine.hook.beside()
     first, second = (record.getMessage() for record in caplog.records)
     assert "3 blocks given up first" in first
     assert "13 blocks tagged; objective 4800 tokens, next prompt 200 tokens" in second

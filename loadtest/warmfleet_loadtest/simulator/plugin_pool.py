@@ -53,7 +53,7 @@ class PluginPool(BlockPool):
             request.prompt_tokens,
             request.tokens,
             ended=wire.conversation_ended(request.request_id),
-            reservation=wire.first_child(request.request_id)[: wire.RESERVATION_LENGTH],
+            request_id=request.request_id,
             cached_tokens=request.cached_tokens,
             preempted=preempted,
         )

@@ -14,9 +14,8 @@ class Finished:
     """A request that is finished, or preempted.
 
     numbers, hashes: of its blocks, from the prompt's begin; blocks beyond the shorter of the two are not full. tokens:
-    of prompt and answer. ended: its conversation will not go on. reservation: the reservation id; empty if no router
-    sent the request. cached_tokens: tokens of the prompt that were cached; 0 also if that is unknown. preempted: the
-    request will run again.
+    of prompt and answer. ended: its conversation will not go on. request_id: the engine's own. cached_tokens: tokens of
+    the prompt that were cached; 0 also if that is unknown. preempted: the request will run again.
     """
 
     numbers: Sequence[int]
@@ -24,6 +23,6 @@ class Finished:
     prompt_tokens: int
     tokens: int
     ended: bool = False
-    reservation: str = ""
+    request_id: str = ""
     cached_tokens: int = 0
     preempted: bool = False

@@ -5,8 +5,8 @@ that its blocks are known when the routers say that the session has ended or was
 ``Chain`` to be given up. Its last block goes first, so the blocks that are left are always a prefix. A chain keeps what
 another remembered request has in common with it: a system prompt, the begin of a fork.
 
-A finished request costs the engine microseconds, however long the request is: the lists of its blocks and hashes are
-kept as they are, and compared with others only when blocks are taken.
+A finished request costs microseconds, however long the request is: the lists of its blocks and hashes are kept as they
+are, and compared with others only when blocks are taken.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.eviction.shared_prefixes import SharedPrefixes
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ class Chain:
         self.numbers, self.hashes = request.numbers, request.hashes
         self.start = self.kept = self.checked = 0
         self.end, self.prompt_blocks, self.prompt_tokens = end, prompt_blocks, request.prompt_tokens
-        self.age, self.reservation = age, request.reservation
+        self.age, self.reservation = age, wire.first_child(request.request_id)[: wire.RESERVATION_LENGTH]
         first = prompt_blocks - 1
         self.keys = [*self.hashes[first : min(first + ANSWER_BLOCKS, end)], self.hashes[end - 1]]
 
@@ -80,7 +81,7 @@ class Chain:
 
 
 class Sessions:
-    """Remembers sessions of an engine with ``blocks`` blocks of ``block_tokens`` tokens. For the engine's thread."""
+    """Remembers sessions of an engine with ``blocks`` blocks of ``block_tokens`` tokens. One thread at a time may use it."""
 
     def __init__(self, block_tokens: int, blocks: int) -> None:
         self.leaving: deque[Chain] = deque()

@@ -178,7 +178,7 @@ class SchedulerReporter:
         Runs beside the engine's thread: ``list`` of a dict is one atomic call.
         """
         if self._eviction is not None:
-            self._eviction.log()
+            self._eviction.beside()
         if not self._load_unreadable:
             self._load_unreadable = True  # unless the end of this block is reached
             with swallow_errors("could not read the scheduler's load"):

@@ -140,8 +140,9 @@ class EvictionHook:
         """Note a request that has its first token, and how many tokens of its prompt were cached."""
         self._safely(self._first_token, request_id, cached_tokens, prompt_tokens)
 
-    def log(self) -> None:
-        """Log how many blocks were given up first, once in LOG_SECONDS. Runs on the publisher's thread."""
+    def beside(self) -> None:
+        """Do what the engine's thread need not do; log what was given up. Runs on the publisher's thread."""
+        self._safely(self.eviction.catch_up)
         self._safely(self._log)
 
     def _first_token(self, request_id: str, cached_tokens: int, prompt_tokens: int) -> None:
@@ -157,6 +158,7 @@ class EvictionHook:
             tail.first_token(Served(prompt_tokens, prompt_tokens - cached_tokens), () if None in hashes else hashes)
 
     def _log(self) -> None:
+        """Log how many blocks were given up first, once in LOG_SECONDS."""
         now, eviction, tail = time.monotonic(), self.eviction, self.eviction.tail
         if now - self._logged_at < LOG_SECONDS or eviction.given_up == self._logged:
             return
@@ -185,7 +187,7 @@ class EvictionHook:
             request.num_prompt_tokens,
             request.num_tokens,
             ended=says_ended(request),
-            reservation=wire.first_child(request.request_id)[: wire.RESERVATION_LENGTH],
+            request_id=request.request_id,
             cached_tokens=self._cached.pop(request.request_id, 0),
             preempted=not request.is_finished(),
         )
