@@ -81,7 +81,7 @@ class Chain:
 
 
 class Sessions:
-    """Remembers sessions of an engine with ``blocks`` blocks of ``block_tokens`` tokens. One thread at a time may use it."""
+    """Remembers sessions of an engine with ``blocks`` blocks of ``block_tokens`` tokens. For one thread at a time."""
 
     def __init__(self, block_tokens: int, blocks: int) -> None:
         self.leaving: deque[Chain] = deque()
