@@ -115,7 +115,7 @@ return function(prefix, now, constants, rows, bound)
       if place ~= PLACE_OUT and (k + 1) / 2 % every == 0 then shared[#shared + 1] = common end
     end
     if #held ~= call("ZCARD", line) then
-      call("DEL", line)
+      call("UNLINK", line)
       for _, sid in ipairs(held) do call("ZADD", line, format("%.2f", ledger.stands(ledger.read(sid))), sid) end
     end
     table.sort(shared)
@@ -200,7 +200,7 @@ return function(prefix, now, constants, rows, bound)
     local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
     state.pace = pace + PACE_LEARNS * (new_let_in - pace)
   end
-  call("DEL", prefix .. "places")
+  call("UNLINK", prefix .. "places")
   for slot, engine in pairs(engines) do ledger.keep_engine(slot, engine.taken, engine.capacity, engine.has_time) end
   ledger.keep_state(state)
   if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return NONE end -- no more without name and tools

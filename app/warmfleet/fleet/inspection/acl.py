@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 #: The commands that scripts in lua/ call: Redis checks each call of a script, too. A test compares list and scripts.
 _SCRIPTS = """
-    get getrange set strlen incr type expire unlink time
-    hget hset hdel hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
+    get getrange mget set strlen incr type expire unlink time
+    hget hset hdel hexists hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
     sadd srem scard sscan sinter sismember smembers smismember spop srandmember
     zadd zrem zcard zcount zincrby zpopmin zrange zrangebyscore zrevrangebyscore zscore
     zrangebylex zrevrange zrevrangebylex zremrangebyscore zrank zlexcount
+    rpush ltrim
     xlen xrange xtrim xinfo|stream
 """
 SCRIPT_COMMANDS = tuple(_SCRIPTS.split())
