@@ -219,10 +219,12 @@ class EvictionHook:
     def _safely(self, step: Callable[..., None], *arguments: Any) -> None:
         if self._removed:
             return
-        with swallow_errors("could not choose the blocks to evict", "vLLM evicts by itself from now on"):
+        try:  # costs nothing while there is no error
             step(*arguments)
-            return
-        self.remove()
+        except Exception:
+            with swallow_errors("could not choose the blocks to evict", "vLLM evicts by itself from now on"):
+                raise
+            self.remove()
 
 
 def says_ended(request: Any) -> bool:
