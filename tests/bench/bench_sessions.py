@@ -61,10 +61,10 @@ BURST_SESSIONS = 700  # more than begin
 
 VARIANTS: Mapping[str, Features] = {
     "before": Features(),
-    "hints": Features(header=True, ended=True, tail=True),
+    "hints": Features(header=True, ended=True, tail=True, forgets=True),
     "bare": Features(ledger=True),
     "tools": Features(ledger=True, tools=True),
-    "on": Features(ledger=True, header=True, ended=True, tools=True),
+    "on": Features(ledger=True, header=True, ended=True, tools=True, forgets=True),
 }
 
 

@@ -64,8 +64,8 @@ class Plan:
     ``reported`` by heartbeats, ``booked`` at once as if it had sent them, or ``no``.
     stock: numbers of the engines that have no plugin, of which the fleet knows what it sent and what their answers say.
     queue: limits of the fleet's queue; by default requests never wait. sessions: limits of the ledger; by default there
-    is none. tenants: 8 bytes for sessions that are not of the same tenant as all others. dispatch_s: from a decision
-    until its request is at the engine.
+    is none. forgets: engines evict the blocks of ended and paused sessions first. tenants: 8 bytes for sessions that
+    are not of the same tenant as all others. dispatch_s: from a decision until its request is at the engine.
     sorting: each request gets the priority that routers send to engines that sort.
     pools: how many engines each pool of the served model has; empty: it has one pool. depth_tokens: of a prompt's
     beginning, by which its home pools are found.
@@ -84,6 +84,7 @@ class Plan:
     stock: frozenset[int] = frozenset()
     queue: QueueLimits = field(default_factory=QueueLimits)
     sessions: SessionLimits = field(default_factory=SessionLimits)
+    forgets: bool = True
     tenants: Mapping[int, bytes] = field(default_factory=dict)
     dispatch_s: float = 0.0
     sorting: bool = False
@@ -122,7 +123,9 @@ class Cluster:
         self.store = store
         self._pools = plan.pool_of_engines()
         self.workers: list[VirtualWorker | StockWorker] = [
-            StockWorker(config, number) if number in plan.stock else VirtualWorker(store, config, number, pool)
+            StockWorker(config, number)
+            if number in plan.stock
+            else VirtualWorker(store, config, number, pool, forgets=plan.forgets)
             for number, (config, pool) in enumerate(zip(plan.engines, self._pools, strict=True))
         ]
         self.replicas = [{pool: store.fleet(pool, plan.weights) for pool in plan.tags} for _ in range(plan.replicas)]

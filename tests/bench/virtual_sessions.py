@@ -214,7 +214,7 @@ class Features:
 
     header: clients name their sessions. ended: they say which step is the last. tail: engines evict by T-LRU, which
     heeds the ends. ledger: replicas keep the ledger of sessions. tools: requests declare tools, and answers end in tool
-    calls but for a session's last.
+    calls but for a session's last. forgets: engines evict the blocks of ended and paused sessions first.
     """
 
     header: bool = False
@@ -222,11 +222,20 @@ class Features:
     tail: bool = False
     ledger: bool = False
     tools: bool = False
+    forgets: bool = False
 
     def plan(self, engines: int, replicas: int, seed: int) -> Plan:
         engine = replace(ENGINE, ttft_target="auto") if self.tail else ENGINE
         sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
-        return Plan((engine,) * engines, replicas=replicas, speed=1.0, seed=seed, queue=QUEUE, sessions=sessions)
+        return Plan(
+            (engine,) * engines,
+            replicas=replicas,
+            speed=1.0,
+            seed=seed,
+            queue=QUEUE,
+            sessions=sessions,
+            forgets=self.forgets,
+        )
 
 
 @dataclass(slots=True)

@@ -35,10 +35,15 @@ LEAST_S = 1e-3  # between two steps of a publisher that has more to do
 class VirtualWorker:
     """Engine ``number`` of a fleet. Call ``join`` once, then ``keep_going``."""
 
-    def __init__(self, store: VirtualStore, config: EngineConfig, number: int, pool: str = MODEL) -> None:
+    def __init__(
+        self, store: VirtualStore, config: EngineConfig, number: int, pool: str = MODEL, *, forgets: bool = True
+    ) -> None:
+        """forgets: False for an engine that evicts in vLLM's order whatever sessions end or yield."""
         self._pool = pool
         self.tracker = Tracker()
         scheduler = config.scheduler(self.tracker, lambda: store.clock.now)
+        if not forgets:
+            scheduler.follower = None
         self.engine = VirtualEngine(scheduler, config.costs)
         self.server_id = f"s{number:02d}"
         self.worker_id = wire.worker_id_of(self.server_id, 0)

@@ -214,7 +214,9 @@ def failing() -> dict[str, bool]:
 def main() -> None:
     init_none_hash(sha256_cbor)
     seed = int(sys.argv[1])
-    result = {name: random_life(seed, 3_000, target) for name, target in (("random", "0.3"), ("random lru", None))}
+    result: dict[str, Any] = {
+        name: random_life(seed, 3_000, target) for name, target in (("random", "0.3"), ("random lru", None))
+    }
     result["failing"] = failing()
     result["turns"] = {name: turns(target) for name, target in (("lru", None), ("t_lru", "1.5"), ("target 0", "0"))}
     print(json.dumps(result))
