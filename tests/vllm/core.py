@@ -123,7 +123,7 @@ class Answers:
             noted(hook, *arguments)
             self.noted_s.append(time.thread_time() - began)
 
-        EvictionHook._freed = timed  # type: ignore[method-assign]
+        EvictionHook._freed = timed  # type: ignore[method-assign, assignment]
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
         """Run this many requests to their end, four at a time; every second one continues an earlier prompt.
