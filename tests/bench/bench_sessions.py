@@ -12,16 +12,21 @@ factor of its gaps, and the overcommit: the contexts of the sessions that run at
 chats a second come, too. `-one`: there is one replica in place of four. `chats` has no agents. In `burst` sessions
 begin at their own times, .5 a second, and 60 more at 200 s.
 
-`--variants` are `before`: no hints and no settings, and `hints`: clients name their sessions and say which step is
-the last, and engines evict by T-LRU, which heeds that.
+Variants: `before` has no ledger; the others have. In `bare` nobody helps: clients name no session, declare no tools and
+mark no end, all answers end in `stop`, and engines evict in vLLM's order. In `on` clients name sessions, declare tools
+and mark ends, answers end in tool calls, and engines evict ended and paused sessions first. In `humans` clients name
+sessions and answers end in `stop`; it is played with gaps of 20 times those of agents.
 
 A table goes to standard error. The last line of standard output is one JSON object. Its `rows` have the figures of
 every cell and variant, as means over seeds: `sessions_per_hour`, the time of a session from its first step to its last
-answer, the time to first token (TTFT) of steps, and `recomputed` (tokens computed again, over the necessary ones: a
-step needs those that complete blocks of the session's last prompt do not have). `burst` has the median TTFT of the
-steps that came in each 100 s. Ratios: `collapse` (sessions an hour at overcommit 1.5 over those at .7),
-`hints_over_before` (at 1.5), `four_over_one_replica` and `chats_p50_over_alone`. A ratio whose cells were not played
-is missing.
+answer, the time to first token (TTFT) of steps, `recomputed` (tokens computed again, over the necessary ones: a step
+needs those that complete blocks of the session's last prompt do not have), `held` (share of steps that waited for a
+place), and holds beside the wait that was told. `burst` has the median TTFT of the steps that came in each 100 s.
+
+Ratios, with their bounds: `sessions_per_hour_over_before` (>= 1.8) and `sessions_per_hour_bare` (>= 1.6) at overcommit
+1.5, `p95_over_before` of a session there (<= .6), `before_at_07` (the worst variant at .7 over before; >= .96),
+`humans_over_before` (the worst of 1.5 and 3; >= .9), `four_over_one_replica` (.95 to 1.05), `chats_p50_over_alone`
+(<= 2). A ratio whose cells were not played is missing.
 """
 
 from __future__ import annotations
@@ -55,16 +60,16 @@ ENGINES, REPLICAS = 4, 4
 KNOWN = 275  # sessions of which the mean context is taken: those of the trace
 LEAST_ENDS = 150  # sessions that end while figures are taken; more if more than these run at a time
 QUICK_ENDS = 30
+HUMAN_GAPS = 20.0
 CHATS_ALONE_S = 500.0
 BIN_S = 100.0
 BURST_SESSIONS = 700  # more than begin
 
 VARIANTS: Mapping[str, Features] = {
     "before": Features(),
-    "hints": Features(header=True, ended=True, tail=True, forgets=True),
     "bare": Features(ledger=True),
-    "tools": Features(ledger=True, tools=True),
     "on": Features(ledger=True, header=True, ended=True, tools=True, forgets=True),
+    "humans": Features(ledger=True, header=True, forgets=True),
 }
 
 
@@ -86,6 +91,15 @@ class Cell:
         more = ("-chats" if self.chats else "") + ("-one" if self.replicas == 1 else "")
         return f"{self.source}-x{self.gaps:g}-{self.overcommit:g}{more}"
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants that it is usually played with."""
+        if not self.overcommit:
+            return ("before",)
+        if self.gaps >= HUMAN_GAPS:
+            return ("before", "humans")
+        return ("on",) if self.replicas == 1 else ("before", "bare", "on")
+
     def load(self, seed: int, counted: int) -> Load:
         """Return the load of a run. counted: sessions that end while figures are taken; 0: the usual number."""
         beside = chats() if self.chats else ()
@@ -100,9 +114,9 @@ CELLS = {
     cell.name: cell
     for cell in (
         *(Cell(overcommit=value) for value in (0.7, 0.85, 1.0, 1.5, 2.0, 3.0)),
-        *(Cell(gaps=gaps, overcommit=value) for gaps in (4.0, 20.0) for value in (1.5, 3.0)),
+        *(Cell(gaps=gaps, overcommit=value) for gaps in (4.0, HUMAN_GAPS) for value in (1.5, 3.0)),
         *(Cell("generated", overcommit=value) for value in (0.7, 1.5)),
-        *(Cell("generated", gaps) for gaps in (4.0, 20.0)),
+        *(Cell("generated", gaps) for gaps in (4.0, HUMAN_GAPS)),
         *(Cell(overcommit=value, chats=True) for value in (0.0, 0.6, 1.5)),
         Cell(replicas=1),
     )
@@ -173,15 +187,22 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
     found = {(row.cell, row.variant): row.figures for row in rows}
     told: dict[str, float] = {}
 
-    def ratio(name: str, figure: str, over: tuple[str, str], under: tuple[str, str]) -> None:
-        if found.keys() >= {over, under}:
-            told[name] = round(found[over][figure] / found[under][figure], 4)
+    def ratio(name: str, figure: str, over: Iterable[tuple[str, str]], under: Iterable[tuple[str, str]]) -> None:
+        """Add the least ratio of pairs of runs, if all were played."""
+        pairs = list(zip(over, under, strict=True))
+        if all(found.keys() >= set(pair) for pair in pairs):
+            told[name] = round(min(found[one][figure] / found[other][figure] for one, other in pairs), 4)
 
-    rate, tight = "sessions_per_hour", "agents-x1-1.5"
-    ratio("collapse", rate, (tight, "before"), ("agents-x1-0.7", "before"))
-    ratio("hints_over_before", rate, (tight, "hints"), (tight, "before"))
-    ratio("four_over_one_replica", rate, (tight, "before"), (f"{tight}-one", "before"))
-    ratio("chats_p50_over_alone", "chats_ttft_p50_s", (f"{tight}-chats", "before"), ("chats", "before"))
+    rate, tight, roomy = "sessions_per_hour", "agents-x1-1.5", "agents-x1-0.7"
+    before = [(tight, "before")]
+    ratio("sessions_per_hour_over_before", rate, [(tight, "on")], before)
+    ratio("sessions_per_hour_bare", rate, [(tight, "bare")], before)
+    ratio("p95_over_before", "session_p95_s", [(tight, "on")], before)
+    ratio("before_at_07", rate, [(roomy, "on"), (roomy, "bare")], [(roomy, "before")] * 2)
+    people = ("agents-x20-1.5", "agents-x20-3")
+    ratio("humans_over_before", rate, [(name, "humans") for name in people], [(name, "before") for name in people])
+    ratio("four_over_one_replica", rate, [(tight, "on")], [(f"{tight}-one", "on")])
+    ratio("chats_p50_over_alone", "chats_ttft_p50_s", [(f"{tight}-chats", "on")], [("chats", "before")])
     return told
 
 
@@ -211,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--cells", default="*", help=f"names or patterns, joined by commas, of {', '.join((*CELLS, BURST))}")
-    add("--variants", type=_variants, help=f"of {','.join(VARIANTS)}, joined by commas (before; at 1.5 hints, too)")
+    add("--variants", type=_variants, help=f"of {','.join(VARIANTS)}, joined by commas")
     add("--seeds", type=int, default=1, help="orders of the sessions (default %(default)s)")
     add("--ends", type=int, default=0, help=f"sessions that end while figures are taken (at least {LEAST_ENDS})")
     add("--quick", action="store_true", help="generated sessions at .7 and 1.5, one engine")
@@ -235,7 +256,7 @@ def every(args: argparse.Namespace) -> list[Job]:
     ends = args.ends or (QUICK_ENDS if args.quick else 0)
     jobs = []
     for cell in wanted:
-        usual = list(VARIANTS) if cell == CELLS["agents-x1-1.5"] else ["before"]
+        usual = ("before", "on") if cell is None else cell.variants
         for variant in args.variants or usual:
             jobs += [Job(cell, variant, seed, ends) for seed in range(args.seeds)]
     return jobs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.bench import virtual_sessions
-from tests.bench.bench_sessions import Cell, Row, main, ratios
+from tests.bench.bench_sessions import VARIANTS, Cell, Row, main, ratios
 from tests.bench.virtual_sessions import (
     CHATS,
     ENGINE,
@@ -77,7 +77,7 @@ async def test_every_step_is_served_once_and_computes_at_least_what_it_must(url:
 
 async def test_a_cache_with_room_computes_little_again(url: str) -> None:
     wanted = load(4, 2)
-    found = await run(url, wanted, Features(header=True, ended=True, tail=True), engines=1)
+    found = await run(url, wanted, Features(header=True, ended=True, forgets=True), engines=1)
     assert figures(found, wanted)["recomputed"] < 0.05
     last = {request.request_id for _, _, request in found.routed if conversation_ended(request.request_id)}
     assert len(last) == 4
@@ -96,14 +96,27 @@ async def test_chats_beside_are_told_apart(url: str) -> None:
 def test_ratios_are_of_the_cells_that_were_played() -> None:
     rows = [
         Row("agents-x1-0.7", "before", {"sessions_per_hour": 2_400.0}),
+        Row("agents-x1-0.7", "bare", {"sessions_per_hour": 2_280.0}),
+        Row("agents-x1-0.7", "on", {"sessions_per_hour": 2_520.0}),
         Row("agents-x1-1.5", "before", {"sessions_per_hour": 1_200.0}),
+        Row("agents-x1-1.5", "bare", {"sessions_per_hour": 2_400.0}),
     ]
-    assert ratios(rows) == {"collapse": 0.5}
+    assert ratios(rows) == {"before_at_07": 0.95, "sessions_per_hour_bare": 2.0}
+
+
+async def test_the_ledger_computes_less_and_serves_more(url: str) -> None:
+    wanted = Load(agents("generated", 32).sessions, 12, skip=8, ends=20)
+    before = figures(await run(url, wanted, VARIANTS["before"], engines=1), wanted)
+    told = figures(await run(url, wanted, VARIANTS["on"], engines=1, replicas=2), wanted)
+    assert told["sessions_per_hour"] > 1.2 * before["sessions_per_hour"]
+    assert told["recomputed"] < before["recomputed"] / 2
+    assert told["longest_pause_s"] < 63
+    assert told["over_limit"] == 0
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cell, "load", lambda _cell, _seed, counted: load(counted, 1))
-    assert main(["--quick", "--ends", "2", "--jobs", "1"]) == 0
+    assert main(["--quick", "--ends", "2", "--jobs", "1", "--variants", "before"]) == 0
     printed = capsys.readouterr()
     told: dict[str, Any] = json.loads(printed.out)
     assert [(row["cell"], row["variant"]) for row in told["rows"]] == [

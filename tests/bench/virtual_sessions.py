@@ -212,23 +212,21 @@ def burst(found: Agents, rate: float = 0.5, seconds: float = 1_031.0, more: int 
 class Features:
     """The hints of clients, and the settings of replicas and engines, that a run is with or without.
 
-    header: clients name their sessions. ended: they say which step is the last. tail: engines evict by T-LRU, which
-    heeds the ends. ledger: replicas keep the ledger of sessions. tools: requests declare tools, and answers end in tool
-    calls but for a session's last. forgets: engines evict the blocks of ended and paused sessions first.
+    header: clients name their sessions. ended: they say which step is the last. ledger: replicas keep the ledger of
+    sessions. tools: requests declare tools, and answers end in tool calls but for a session's last. forgets: engines
+    evict the blocks of ended and paused sessions first.
     """
 
     header: bool = False
     ended: bool = False
-    tail: bool = False
     ledger: bool = False
     tools: bool = False
     forgets: bool = False
 
     def plan(self, engines: int, replicas: int, seed: int) -> Plan:
-        engine = replace(ENGINE, ttft_target="auto") if self.tail else ENGINE
         sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
         return Plan(
-            (engine,) * engines,
+            (ENGINE,) * engines,
             replicas=replicas,
             speed=1.0,
             seed=seed,
@@ -301,7 +299,7 @@ class SessionCluster(Cluster):
         if features.ended and agent and self._is_last(self._asked[request]):
             hint += Hint.ENDS
         if features.ledger:
-            question.session = bytes([hint]) + (b"n%08d" % session if features.header and agent else b"")
+            question.session = bytes([hint]) + (b"n%012d" % session if features.header and agent else b"")
         return question
 
     def _finish(self, request: Request) -> Literal["t", "e", "o", "?"]:
