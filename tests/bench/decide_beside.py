@@ -1,7 +1,7 @@
 """This checkout's decide script beside that of another one: the bench ``decide --beside ../old``.
 
 Both scripts get the same calls in the same run, in turns, so that other work on the machine hits both. Each script's
-figure is its cheapest round. The other checkout's script must take this one's arguments.
+figure is its cheapest round. An older script gets the arguments that it knows.
 
     hot_625_over_other       CPU time of a decision with 64 workers and prompts of 625 blocks, ours over the other's
     workers_1024_over_other  the same with 1,024 workers and prompts without a chain
@@ -11,25 +11,34 @@ figure is its cheapest round. The other checkout's script must take this one's a
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import struct
 import subprocess
 import sys
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
-from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, FilledStore
+from tests.bench.filled_store import BLOCK_TOKENS, SCHEME, SCRIPTS, FilledStore
 from tests.bench.output import say
 
 from warmfleet.fleet import Constants, QueueLimits, Weights
-from warmfleet.fleet.rows import Flag, LoadRow
-from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
+from warmfleet.fleet.constants import FIELDS, RECORD
+from warmfleet.fleet.rows import ROW, Flag, LoadRow
+from warmfleet.fleet.script_loader import SCRIPT_KEYS
 from warmfleet.protocol.wire import Keys
 from warmfleet.settings import POLICIES
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
+HERE = Path(__file__).parents[2]
+CONSTANTS_AT, SESSION_AT = 2, 18  # among decide's arguments
+SESSION_FOUND_AT = 13  # in its answer
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
 STANDING = 200  # open reservations while decisions are timed
 CLOCK = "clock"  # a key with the time that both scripts see
@@ -37,60 +46,101 @@ NOW_S = 1_900_000_000
 USUAL = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 EVERY_KEY = """local found = {}
 for _, key in ipairs(redis.call("KEYS", "*")) do
-  found[#found + 1] = key
-  found[#found + 1] = redis.call("DUMP", key)
+  if not key:find(":load$") then
+    found[#found + 1] = key
+    found[#found + 1] = redis.call("DUMP", key)
+  end
 end
 return found"""
 
 
-def other_text(checkout: Path) -> str:
-    """Return the text of the decide script of another checkout."""
-    code = "from warmfleet.fleet.script_loader import script_text; print(script_text('decide'))"
-    paths = os.environ | {"PYTHONPATH": str(checkout / "app")}
-    return subprocess.run([sys.executable, "-c", code], env=paths, check=True, capture_output=True, text=True).stdout
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout's scripts, and how its decide takes arguments: an older one lacks the newest fields and arguments."""
+
+    texts: dict[str, str]
+    fields: list[str]
+    record: str
+    version: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkout:
+        code = """import json
+from warmfleet.fleet import constants
+from warmfleet.fleet.script_loader import script_text
+texts = {name: script_text(name) for name in %r}
+print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VERSION]))"""
+        paths = os.environ | {"PYTHONPATH": str(folder / "app")}
+        done = subprocess.run([sys.executable, "-c", code % (SCRIPTS,)], env=paths, check=True, capture_output=True)
+        return cls(*json.loads(done.stdout))
+
+    @property
+    def takes_session(self) -> bool:
+        return "limits, session" in self.texts["decide"]
+
+    def arguments(self, ours: list[Any]) -> list[Any]:
+        """Return the arguments of this checkout's decide for the same decision."""
+        packed, record = ours[CONSTANTS_AT], struct.Struct(self.record)
+        _, *values = RECORD.unpack_from(packed)
+        known = dict(zip((*FIELDS, "prices"), values, strict=True))
+        head = record.pack(self.version, *(known[name] for name in (*self.fields, "prices")))
+        fitted = [*ours[:CONSTANTS_AT], head + packed[RECORD.size :], *ours[CONSTANTS_AT + 1 :]]
+        return fitted if self.takes_session else fitted[:SESSION_AT] + fitted[SESSION_AT + 1 :]
+
+    def answer(self, found: Any) -> Any:
+        """Return an answer of this checkout's decide in the form of ours."""
+        if self.takes_session or not isinstance(found, list) or found[0] not in (b"BOOKED", b"KNOWN"):
+            return found
+        return [*found[:SESSION_FOUND_AT], b"", *found[SESSION_FOUND_AT:]]
 
 
 def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
     rounds, decisions = (2, 200) if quick else (60, 10_000)
-    texts = {"ours": script_text("decide"), "other": other_text(checkout)}
+    both = {"ours": Checkout.read(HERE), "other": Checkout.read(checkout)}
     found: dict[str, Any] = {}
     for name, (workers, blocks, calls) in CASES.items():
-        cost = timed(url, texts, workers, blocks, calls, rounds)
+        cost = timed(url, both, workers, blocks, calls, rounds)
         say(f"{workers} workers, {blocks} blocks: {cost['ours']:.1f} us beside {cost['other']:.1f}")
         found[name] = round(cost["ours"] / cost["other"], 3)
-    return found | {"decisions": decisions, "differing": differing(url, texts, decisions)}
+    return found | {"decisions": decisions, "differing": differing(url, both, decisions)}
 
 
-def timed(url: str, texts: dict[str, str], workers: int, blocks: int, calls: int, rounds: int) -> dict[str, float]:
-    """Return the CPU time of one call in us by script, of the cheapest of ``rounds``."""
-    store = FilledStore(url, workers)
-    chains = store.prepare(blocks, 400_000)[0].chains if blocks else [b""]
-    if not blocks:
-        store.client.flushall()
-        store.fleet(random.Random(11))
-    shas = {name: str(store.client.script_load(text)) for name, text in texts.items()}
-    rng, best = random.Random(5), dict.fromkeys(texts, float("inf"))
+def timed(
+    url: str, checkouts: Mapping[str, Checkout], workers: int, blocks: int, calls: int, rounds: int
+) -> dict[str, float]:
+    """Return the CPU time of one call in us by checkout, of the cheapest of ``rounds``."""
+    best = dict.fromkeys(checkouts, float("inf"))
+    stores, chains = [], [b""]
+    for db, checkout in enumerate(checkouts.values()):
+        stores.append(FilledStore(url, workers, db=db, text=checkout.texts.__getitem__, fit=checkout.arguments))
+    for store in stores:  # with the same data
+        if blocks:
+            chains = store.prepare(blocks, 400_000)[0].chains
+        else:
+            store.client.flushdb()
+            store.fleet(random.Random(11))
+    rng = random.Random(5)
 
-    def asked(sha: str, some: list[bytes]) -> tuple[list[str], list[list[Any]]]:
-        store.shas["decide"] = sha
+    def booked(store: FilledStore, some: list[bytes]) -> tuple[float, list[list[Any]]]:
+        """Return the cost of a decision for each chain, and the calls that settle them."""
         names, commands = zip(*map(store.decide_args, some), strict=True)
-        return list(names), list(commands)
+        return store.burn(list(commands)), [store.settle_args(name) for name in names]
 
     for number in range(rounds):
-        standing, commands = asked(shas["ours"], rng.choices(chains, k=STANDING))
-        store.burn(commands)
-        some = rng.choices(chains, k=calls)
-        for name in sorted(shas, reverse=number % 2 == 1):
-            ids, commands = asked(shas[name], some)
-            best[name] = min(best[name], store.burn(commands))
-            store.burn([store.settle_args(booked) for booked in ids])
-        store.burn([store.settle_args(booked) for booked in standing])
+        standing, some = rng.choices(chains, k=STANDING), rng.choices(chains, k=calls)
+        ends = [booked(store, standing)[1] for store in stores]
+        for name, store in sorted(zip(best, stores, strict=True), key=itemgetter(0), reverse=number % 2 == 1):
+            cost, settles = booked(store, some)
+            best[name] = min(best[name], cost)
+            store.burn(settles)
+        for store, settles in zip(stores, ends, strict=True):
+            store.burn(settles)
     return best
 
 
-def differing(url: str, texts: dict[str, str], decisions: int) -> int:
+def differing(url: str, checkouts: Mapping[str, Checkout], decisions: int) -> int:
     """Make random decisions with both scripts, each in a database of its own; return how many differ."""
-    fleets = [Twin(redis.Redis.from_url(url, db=db), text) for db, text in enumerate(texts.values())]
+    fleets = [Twin(redis.Redis.from_url(url, db=db), each) for db, each in enumerate(checkouts.values())]
     found = 0
     for number in range(decisions):
         if number % 5 == 0:
@@ -112,9 +162,11 @@ KEYS = Keys("beside")
 class Twin:
     """A small fleet for one script, which sees a clock that stands still during a call."""
 
-    def __init__(self, client: Any, text: str) -> None:
-        self.client = client
-        self.sha = client.script_load(text.replace('call("TIME")', f'call("HMGET", "{CLOCK}", 1, 2)'))
+    def __init__(self, client: Any, checkout: Checkout) -> None:
+        self.client, self.checkout = client, checkout
+        self.sha = client.script_load(
+            checkout.texts["decide"].replace('call("TIME")', f'call("HMGET", "{CLOCK}", 1, 2)')
+        )
         self.everything = client.register_script(EVERY_KEY)
 
     def fill(self, commands: list[tuple[Any, ...]]) -> None:
@@ -129,19 +181,28 @@ class Twin:
         self.client.hset(CLOCK, mapping={"1": NOW_S + number % 5, "2": number * 7_919 % 1_000_000})
         keys = [getattr(KEYS, key) for key in SCRIPT_KEYS["decide"]]
         try:
-            answer = self.client.evalsha(self.sha, len(keys), *keys, *call)
+            answer = self.client.evalsha(self.sha, len(keys), *keys, *self.checkout.arguments(call))
         except redis.ResponseError as error:
             answer = str(error).partition(" script:")[0]
         dumped = self.everything()
-        return answer, dict(zip(dumped[::2], dumped[1::2], strict=True))
+        return self.checkout.answer(answer), dict(zip(dumped[::2], dumped[1::2], strict=True)) | self.client.hgetall(
+            KEYS.load
+        )
 
 
 def same(ours: Any, other: Any) -> bool:
-    """Tell whether two answers are the same, apart from the last digit of seconds in texts such as ``0.1,2.25``."""
+    """Tell whether two answers are the same.
+
+    The last digit of seconds may differ in texts such as ``0.1,2.25``, and so may the derived numbers of load rows.
+    """
     if isinstance(ours, list | tuple) and isinstance(other, list | tuple):
         return len(ours) == len(other) and all(map(same, ours, other))
+    if isinstance(ours, dict) and isinstance(other, dict):
+        return ours.keys() == other.keys() and all(same(ours[key], other[key]) for key in ours)
     if ours == other or not (isinstance(ours, bytes) and isinstance(other, bytes)):
         return bool(ours == other)
+    if len(other) > ROW.size and other[ROW.size :].endswith(b".0"):
+        return ours[: ROW.size] == other[: ROW.size] and ours.endswith(other[ROW.size :])
     try:
         pairs = zip(map(float, ours.split(b",")), map(float, other.split(b",")), strict=True)
         return all(abs(one - two) <= 2e-6 + 1e-9 * abs(one) for one, two in pairs)
@@ -208,7 +269,7 @@ def random_call(rng: random.Random, name: str) -> list[Any]:
         KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
         rng.choice((0, 0, 0, 1, 2)), some if rare() < 0.15 else "", rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
-        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "",
+        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "",
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),
         *((8, 2 * BLOCK_TOKENS, chain[: len(chain) // 16 * 8]) if rare() < 0.2 else ()),
     ]  # fmt: skip

@@ -71,7 +71,7 @@ class Line(FilledStore):
                 epoch=1, slot=slot, flags=FLAGS, scheme=SCHEME, speed_tps=SPEED_TPS, blocks=15_000,
                 capacity_blocks=20_000, prefill_tokens=tokens, in_flight=int(tokens > 0),
             )  # fmt: skip
-            self.client.hset(self.keys.load, name, row.pack(name))
+            self.write(name, row)
 
     @staticmethod
     def worker(slot: int) -> str:

@@ -26,7 +26,11 @@ from warmfleet.prompt.block_hashes import Chain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    Text = Callable[[str], str]  # of a script, by its name
+    Fit = Callable[[list[Any]], list[Any]]  # decide's arguments as that script takes them
+
 SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
+SCRIPTS = ("decide", "settle", "drain")
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
@@ -85,14 +89,17 @@ class Data:
 class FilledStore:
     """A server with one model; counts the CPU time of the server's main thread."""
 
-    def __init__(self, url: str, workers: int, model: str = "bench") -> None:
-        self.client: Any = redis.Redis.from_url(url)
+    def __init__(
+        self, url: str, workers: int, model: str = "bench", *, db: int = 0, text: Text = script_text, fit: Fit = list
+    ) -> None:
+        self.client: Any = redis.Redis.from_url(url, db=db)
         self.pid = int(self.client.info("server")["process_id"])
         limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
         constants = Constants(limits=limits, block_tokens={SCHEME: BLOCK_TOKENS})
         self.packing = Fleet(connect(url), model, constants=constants)  # no call is sent by it
         self.keys = self.packing.keys
-        self.shas = {name: str(self.client.script_load(script_text(name))) for name in ("decide", "settle")}
+        self.shas = {name: str(self.client.script_load(text(name))) for name in SCRIPTS}
+        self.fit = fit
         self.serial = 0
         self.workers = workers
 
@@ -105,19 +112,24 @@ class FilledStore:
                 capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
             )  # fmt: skip
             name = f"worker-{slot:03d}.0"
-            self.client.hset(self.keys.load, name, row.pack(name))
+            self.write(name, row)
             self.client.zadd(self.keys.alive, {name: now + 3_600_000})
             self.client.hset(
                 self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"})
             )
         self.client.set(self.keys.tick, f"{now + 10**9} 0 10000")
 
+    def write(self, name: str, row: LoadRow) -> None:
+        """Write a worker's row as a script leaves it, with the numbers that scripts derive."""
+        self.client.hset(self.keys.load, name, row.pack(name))
+        self.client.execute_command("EVALSHA", *self.call("drain", name, 0))
+
     def decide_args(self, chain: bytes) -> tuple[str, list[Any]]:
         self.serial += 1
         name = f"wf-{self.serial:022d}"
         prompt = len(chain) // 8 * BLOCK_TOKENS + 5
         ask = Question(name, (Chain(SCHEME, BLOCK_TOKENS, chain),), prompt, prompt + 300)
-        return name, self.call("decide", *arguments_of(self.packing.bookings.decide_command(ask)))
+        return name, self.call("decide", *self.fit(arguments_of(self.packing.bookings.decide_command(ask))))
 
     def call(self, script: str, *args: Any) -> list[Any]:
         keys = [getattr(self.keys, key) for key in SCRIPT_KEYS[script]]
@@ -166,7 +178,7 @@ class FilledStore:
     def prepare(self, blocks: int, pairs: int) -> tuple[Data, float]:
         """Empty the server and fill it; return the data and the bytes per pair."""
         rng = random.Random(11)
-        self.client.flushall()
+        self.client.flushdb()
         self.fleet(rng)
         before = int(self.client.info("memory")["used_memory"])
         data = Data(self.workers, blocks, pairs, rng)

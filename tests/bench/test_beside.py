@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from tests.bench.decide_beside import differing, same
+from dataclasses import replace
 
-from warmfleet.fleet.script_loader import script_text
+from tests.bench.decide_beside import HERE, Checkout, differing, same
 
 
 def test_a_changed_rule_is_seen(url: str) -> None:
-    ours = script_text("decide")
+    ours = Checkout.read(HERE)
     assert differing(url, {"ours": ours, "other": ours}, 100) == 0
     for rule, changed in (
         ("(work + evicts) / tps", "work / tps"),
         ("decode + context, flight + 1", "decode, flight + 1"),
         ("BOOKED", "BOOKED."),
     ):
-        assert rule in ours
-        assert differing(url, {"ours": ours, "other": ours.replace(rule, changed)}, 100) > 0, rule
+        text = ours.texts["decide"]
+        assert rule in text
+        other = replace(ours, texts={"decide": text.replace(rule, changed)})
+        assert differing(url, {"ours": ours, "other": other}, 100) > 0, rule
 
 
 def test_seconds_in_texts_may_differ_in_their_last_digit() -> None:
