@@ -24,7 +24,7 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       limits (of the client's key, packed; empty: none; one byte more: the request was admitted before),
       session (empty: the request has no part in the ledger; else a byte, the sum of Hint values, and the session's id,
       empty if it is not known),
-      then for each of <= 4 chains: scheme id, block_tokens, packed 8-byte hashes (<= 8192)
+      then for each of <= 4 chains: scheme id (each once), block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none)}, in mode 2
       then what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens

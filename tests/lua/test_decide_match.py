@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.fleet.keyspace import BLOCK, READY, SCHEME, Keyspace
 from tests.support.redis.servers import PATIENT
 
+from warmfleet.errors import BadArgument
 from warmfleet.fleet import Constants, Flag, Fleet, Question, Weights, connect
 from warmfleet.prompt.block_hashes import Chain
 
@@ -33,6 +34,13 @@ async def test_the_match_is_the_held_prefix_in_tokens(keyspace: Keyspace) -> Non
     await keyspace.drop(5, chain[:8])  # lost its head: later blocks are of no use
     found = await matched(keyspace, keyspace.ask(chain))
     assert found == {"w1.0": 10_000, "w2.0": 4_800, "w3.0": 16, "w4.0": 0, "w5.0": 0}
+
+
+async def test_each_scheme_has_one_chain(keyspace: Keyspace) -> None:
+    await keyspace.workers(1)
+    chains = tuple(Chain(SCHEME, BLOCK, keyspace.chain(20)) for _ in range(2))
+    with pytest.raises(BadArgument):
+        await keyspace.fleet.bookings.decide(keyspace.ask(chains=chains))
 
 
 async def test_only_proven_workers_of_the_scheme_are_matched(keyspace: Keyspace) -> None:

@@ -153,19 +153,20 @@ local function lowest_cost(s, own, home)
   local full_work = lambda * prompt + making_again + leaves -- of a candidate that holds nothing, tokens by weights
   for i = 1, count do
     local held, overfill, tps = own[i], fill[i] - mean_fill, speed[i]
-    local work, uncached, again, lost, evicts = full_work, prompt, making_again, leaves, 0
+    local work, uncached = full_work, prompt
     if held then
-      uncached, again, lost = prompt - held, making - held, held > second and 0 or leaves
-      again = again > 0 and kappa * again or 0
-      work = lambda * uncached + again + lost
+      uncached = prompt - held
+      work = lambda * uncached + (making > held and kappa * (making - held) or 0) + (held > second and 0 or leaves)
     end
-    if overfill > 0 then evicts = pressure * overfill * uncached end
+    local evicts = overfill > 0 and pressure * overfill * uncached or 0
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local seconds = load_s[i] + (work + evicts) / tps
     if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
     if terms then
-      terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, again / tps, lost / tps, evicts / tps,
-        constants.place * prompt / s.median * s.busy_share[i], label_prices and label_prices[s.slots[i]] or 0 }
+      local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves
+      terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, kappa * again / tps, lost / tps,
+        evicts / tps, constants.place * prompt / s.median * s.busy_share[i],
+        label_prices and label_prices[s.slots[i]] or 0 }
     end
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end

@@ -27,47 +27,40 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
-  -- fewer workers hold it, so no worker's run ends between two blocks whose sets (b:) have one size. Each interval with
-  -- different sizes at its ends is halved once a round, the widest first.
+  -- fewer workers hold it, so no worker's run ends between two blocks whose sets (b:) have one size. In each round
+  -- every interval with different sizes at its ends is halved once, so all are equally wide when no call is left.
   local function ends_of(hashes, n, holders)
     local low, low_size, high, high_size = { 1 }, { holders }, { n + 1 }, { 0 } -- of each interval: blocks, holders
-    local ends, last, k = {}, 1, 1
-    while k <= last do
-      local l, h, ls, hs = low[k], high[k], low_size[k], high_size[k]
-      if ls ~= hs and (h - l == 1 or probes <= 0) then
-        ends[#ends + 1], flagged = l, h - l > 1 and 1 or flagged
-      elseif ls ~= hs then
-        local middle = k == 1 and n or floor((l + h) / 2) -- often the whole prompt is cached: look there first
-        local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
-        probes = probes - 1
-        if size ~= hs then
-          last = last + 1
-          low[last], low_size[last], high[last], high_size[last] = middle, size, h, hs
-        end
-        if size ~= ls then
-          last = last + 1
-          low[last], low_size[last], high[last], high_size[last] = l, ls, middle, size
+    local ends, halved, first = {}, true, n -- often the whole prompt is cached: look there first
+    while halved do
+      halved = false
+      for k = 1, #low do
+        local l, h, ls, hs = low[k], high[k], low_size[k], high_size[k]
+        if ls ~= hs and (h - l == 1 or probes <= 0) then
+          flagged, low_size[k] = h - l > 1 and 1 or flagged, hs
+          local place = #ends + 1
+          while place > 1 and ends[place - 1] < l do
+            ends[place], place = ends[place - 1], place - 1
+          end
+          ends[place] = l
+        elseif ls ~= hs then
+          local middle = first or floor((l + h) / 2)
+          local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
+          first, halved, probes = nil, true, probes - 1
+          if size == hs then
+            high[k] = middle
+          else
+            low[k], low_size[k] = middle, size
+            if size ~= ls then
+              local last = #low + 1
+              low[last], low_size[last], high[last], high_size[last] = l, ls, middle, size
+            end
+          end
         end
       end
-      k = k + 1
     end
-    table.sort(ends, function(p, q) return p > q end)
     ends[#ends + 1] = 1 -- gaps in a slot's set (a snapshot under way) can hide an end
     return ends
-  end
-
-  -- Return for each candidate the first of `blocks` that it holds, its depth. `wanted` candidates have one at most.
-  local function deepest(blocks, wanted, by_slot, holders_of)
-    local depth = {}
-    for k = 1, #blocks do
-      local holders = holders_of(blocks[k])
-      for m = 1, #holders do
-        local i = by_slot[tonumber(holders[m])]
-        if i and not depth[i] then depth[i], wanted = blocks[k], wanted - 1 end
-      end
-      if wanted <= 0 then break end
-    end
-    return depth
   end
 
   -- Find the last block up to which a chain that is to be computed on candidate i equals the chain of this request,
@@ -118,7 +111,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
 
   for c = first_chain, #ARGV, 3 do
     local scheme, size, hashes = tonumber(ARGV[c]), tonumber(ARGV[c + 1]), ARGV[c + 2] or "-"
-    if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > MAX_CHAIN_BYTES then
+    if not scheme or not size or size < 1 or #hashes % 8 ~= 0 or #hashes > MAX_CHAIN_BYTES or chain_of[scheme] then
       return redis.error_reply("BAD_ARGUMENT decide: malformed chain")
     end
     local n, first, depth, lowest = #hashes / 8, sub(hashes, 1, 8), {}, nil
@@ -127,31 +120,52 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
       chain_of[scheme] = c
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
       local by_slot = s.by_slot[scheme] or {}
-      if holders > 0 then
-        depth = deepest(ends_of(hashes, n, holders), holders, by_slot, function(block)
-          if block == 1 then return call("SMEMBERS", b .. first) end
-          return call("SINTER", b .. first, b .. sub(hashes, block * 8 - 7, block * 8))
-        end)
+      local function key(of, block) return of .. sub(hashes, block * 8 - 7, block * 8) end
+      local ends = holders > 0 and ends_of(hashes, n, holders) or {}
+      for k = 1, #ends do -- the deepest end that a candidate holds is its depth
+        local block = ends[k]
+        local slots = block == 1 and call("SMEMBERS", b .. first) or call("SINTER", b .. first, key(b, block))
+        local tokens = min(block * size, prompt)
+        for m = 1, #slots do
+          local i = by_slot[slots[m] + 0]
+          if i and not depth[i] then depth[i], matched[i], holders = block, tokens, holders - 1 end
+        end
+        if holders <= 0 then break end
       end
+      if not next(confirmed) then
+        confirmed = depth
+      else
+        for i, block in pairs(depth) do confirmed[i] = block end
+      end
+      local names, which = {}, {} -- of the candidates that are to compute some of the chain: field of x:, candidate
       for k = 1, #makers do
         local i = by_slot[tonumber(makers[k])]
-        if i then lowest, counted[i], wanted = min(lowest or n, depth[i] or 0), true, wanted + 1 end
+        if i then
+          wanted = wanted + 1
+          lowest, counted[i], names[wanted], which[wanted] = min(lowest or n, depth[i] or 0), true, makers[k], i
+        end
       end
       if lowest then
         local blocks, below = checkpoints(n, lowest)
+        local keys, made = {}, {}
+        for k = 1, #blocks do keys[k] = key(x, blocks[k]) end
+        if keys[2] and call("EXISTS", unpack(keys)) == 0 then blocks = {} end -- often none of them is to be computed
         blocks[#blocks + 1] = below > 0 and below or nil
-        local made = deepest(blocks, wanted, by_slot, function(block)
-          return block == 1 and makers or call("HKEYS", x .. sub(hashes, block * 8 - 7, block * 8))
-        end)
+        for k = 1, #blocks do
+          local block = blocks[k]
+          local makes = block == 1 and names or call("HMGET", key(x, block), unpack(names))
+          for m = 1, #names do
+            local i = which[m]
+            if makes[m] and not made[i] then made[i], wanted = block, wanted - 1 end
+          end
+          if wanted <= 0 then break end
+        end
         for i, block in pairs(made) do
           local own = depth[i] or 0
           local whole, making, parted, takes = follow(hashes, block, own, i)
           node[i], replace[i] = parted, takes
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
         end
-      end
-      for i, block in pairs(depth) do
-        confirmed[i], matched[i] = block, max(matched[i] or 0, min(block * size, prompt))
       end
     end
   end

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: The commands that scripts in lua/ call: Redis checks each call of a script, too. A test compares list and scripts.
 _SCRIPTS = """
-    get getrange mget set strlen incr type expire unlink time
+    get getrange mget set strlen exists incr type expire unlink time
     hget hset hdel hexists hgetall hincrby hkeys hlen hmget hsetnx hstrlen hvals
     sadd srem scard sscan sinter sismember smembers smismember spop srandmember
     zadd zrem zcard zcount zincrby zpopmin zrange zrangebyscore zrevrangebyscore zscore
