@@ -59,7 +59,16 @@ from warmfleet.engines.engine_client import EngineClient
 from warmfleet.engines.engine_tls import engine_tls
 from warmfleet.engines.upstream import SWEEP_INTERVAL_S, Upstream
 from warmfleet.errors import BadArgument, WarmfleetError
-from warmfleet.fleet import ANNOUNCE_S, QUEUE_PATIENCE, Constants, Fleet, QueueLimits, RedisConnections, Timeouts
+from warmfleet.fleet import (
+    ANNOUNCE_S,
+    QUEUE_PATIENCE,
+    Constants,
+    Fleet,
+    QueueLimits,
+    RedisConnections,
+    SessionLimits,
+    Timeouts,
+)
 from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
@@ -367,7 +376,9 @@ def _pool(tag: str, settings: Settings, timing: Timing, redis: RedisConnections)
     except WireError as error:
         raise BadArgument(f"WARMFLEET_MODELS={tag!r}: {error}") from error
     limits = QueueLimits(settings.engine_wait_s(tag), settings.queue_max, QUEUE_PATIENCE)
-    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), Constants(limits=limits))
+    held = SessionLimits(round(1_000 * settings.paused_max_s), round(1_000 * settings.session_wait_max_s))
+    constants = Constants(limits=limits, sessions=held)
+    fleet = Fleet(client, tag, Timeouts(request_s=settings.decide_timeout_s), constants)
     policy, objective_s = policies(settings.policy).of(tag), settings.ttft_objective_s.of(tag)
     pool = Pool(tag, fleet, DegradedMode(timing.redis_retry_s, tag), policy, objective_s, timing)
     pool.preferences = preferences(settings.prefer)

@@ -28,8 +28,9 @@ ANSWERS = STREAM, PLAIN = "stream", "plain"
 LIMIT_RESULTS = ("requests", "tokens", "unchecked")
 #: Reasons (labels) that each model's counters have from the start, with value 0, besides the codes of errors: why the
 #: queue rejected a request, and why a decision was made without Redis.
-REJECTIONS = ("full", "displaced", "bytes", "deadline")
+REJECTIONS = ("full", "displaced", "bytes", "deadline", "sessions")
 FALLBACKS = ("away", "open", "no_worker")
+_HELD_SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -140,7 +141,7 @@ class Metrics:
         """Create the samples of this pool, so that its counters begin at 0. model: its tag."""
         for metric in (
             *(self.stream_errors, self.prompt_tokens, self.matched_tokens, self.queued),
-            *(self.decision_seconds, self.queue_seconds),
+            *(self.decision_seconds, self.queue_seconds, self.held, self.held_seconds),
         ):
             metric.labels(model)
         for answer in ANSWERS:
@@ -309,8 +310,14 @@ class Metrics:
         self.queue_seconds = self._histogram("queue_seconds", "Time that requests waited in the queue", "model")
         self.queue_rejections = self._counter(
             "queue_rejections",
-            "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`",
+            "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`, and new `sessions` of agents",
             "reason model",
+        )
+        self.held = self._gauge(
+            "held_requests", "Requests that this replica holds until the caches have room for their session", "model"
+        )
+        self.held_seconds = self._histogram(
+            "held_seconds", "Time that requests were held for their session", "model", _HELD_SECONDS
         )
 
     def _of_background(self) -> None:
@@ -442,5 +449,5 @@ class Metrics:
     def _gauge(self, name: str, text: str, labels: str = "") -> Gauge:
         return Gauge(f"warmfleet_{name}", text, labels.split(), registry=self.registry)
 
-    def _histogram(self, name: str, text: str, labels: str = "") -> Histogram:
-        return Histogram(f"warmfleet_{name}", text, labels.split(), registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str, labels: str = "", buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(f"warmfleet_{name}", text, labels.split(), registry=self.registry, buckets=buckets)

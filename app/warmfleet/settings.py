@@ -353,6 +353,15 @@ class Settings:
         "longest wait in the queue; then 503. 0 = no request waits. The header `X-Request-Timeout-Ms` shortens it for "
         "one request",
     )
+    paused_max_s: float = _setting(
+        60.0,
+        "longest time for which an agent's session that lost its place in the caches is held (operate.md)",
+    )
+    session_wait_max_s: float = _setting(
+        600.0,
+        "a new session of an agent is refused (429) at its first request if it would be held for longer than this; 0 = "
+        "sessions are never held",
+    )
     queue_priority: bool = _setting(
         False, "order the queue by the request's `priority` (lower goes first), which every client can set"
     )

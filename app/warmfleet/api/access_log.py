@@ -68,9 +68,10 @@ def text_of(told: dict[str, Any]) -> str:
         text += f", {told['error']}"
     if worker is None or tokens is None:
         return text
+    held = f"held {told['held_ms']} ms ({told['held']}, {told['ahead']} ahead), " if "held" in told else ""
     first_ms, predicted_ms, cached = told["first_ms"], told["predicted_ms"], told["cached_tokens"]
     text = (
-        f"{text} by {worker}: queue {told['queue_ms']} ms, decide {told['decide_ms']} ms, "
+        f"{text} by {worker}: {held}queue {told['queue_ms']} ms, decide {told['decide_ms']} ms, "
         f"engine {told['engine_ms']} ms (predicted {predicted_ms}), first byte {first_ms} ms, "
         f"cached {cached} of {told['matched_tokens']} expected of {tokens}, "
         f"{told['tokens']} tokens in {told['chunks']} chunks, longest gap {told['gap_ms']} ms"

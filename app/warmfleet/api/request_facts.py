@@ -6,12 +6,13 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.engines.output_tokens import REPORTED
+
 if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
 
 HUNG_UP_STATUS = 499  # status that is logged, as by nginx, if the client hung up before it was answered
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
-_OUTPUT = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')
 _CLOCK_OFFSET_S = time.time() - time.perf_counter()
 
 
@@ -78,6 +79,9 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
         }
     if served.pool:
         told["pool"] = served.pool
+    for attempt in record.tries:
+        if attempt.hold is not None:
+            told |= attempt.held_facts(ended_at)
     return told
 
 
@@ -106,7 +110,7 @@ def cached_tokens(attempt: TryRecord) -> int | None:
 
 def output_tokens(attempt: TryRecord) -> int | None:
     """Return the number of the answer's tokens, as the engine counted them; None if it reported none."""
-    return _number(_OUTPUT.search(attempt.usage))
+    return _number(REPORTED.search(attempt.usage))
 
 
 def _number(found: re.Match[bytes] | None) -> int | None:

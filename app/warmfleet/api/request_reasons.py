@@ -30,6 +30,7 @@ SO_FAR = " so far"
 FAILED_BY_FLEET = 500  # lowest status for which the fleet is at fault and not the client
 
 BUSY = "`warmfleet workers` shows how busy each engine is: more engines shorten the queue"
+HELD = "`warmfleet workers` shows the sessions of agents: more engines, or larger caches, have room for more of them"
 SLOWER = "`warmfleet workers` tells the state of {0}, and its own log what it did; `warmfleet doctor` asks it"
 NO_ANSWER = "{0} may be stopped or asleep: `warmfleet workers` tells its state, `warmfleet doctor` what to do"
 AHEAD = "other prompts were ahead of it at {0}: more engines, or a lower WARMFLEET_MAX_ENGINE_WAIT_S, shorten that"
@@ -134,6 +135,11 @@ def _identifying(record: RequestRecord, until: float) -> Iterator[Part]:
 def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator[Part]:
     """Yield the parts of a try. until: when the first byte of the answer came, else the end, else now."""
     ended_at = min(attempt.ended_at or until, until)
+    if attempt.hold is not None:
+        seconds = float(attempt.held_facts(ended_at)["held_ms"]) / 1_000
+        was = "it had lost its place" if attempt.hold.paused else f"it was new, {attempt.hold.ahead} sessions before it"
+        so_far = SO_FAR if attempt.held_at else ""
+        yield Part(seconds, f"{shown(seconds)} held{so_far} until the caches have room for its session ({was})", HELD)
     if attempt.queued_at:
         seconds = max(0.0, (attempt.decided_at or ended_at) - attempt.queued_at)
         several = attempt.waiting > 1

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.followed_stream import Sink
 
-_USAGE = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # never in the answer's text, whose quotes are \"
+REPORTED = re.compile(rb'"(?:completion|output)_tokens" ?: ?(\d{1,9})')  # never in a text, whose quotes are \"
 _EVENT = b"\ndata: {"
 _KEPT = 40  # bytes of a piece that are searched again with the next: more than the longest match of both patterns
 
@@ -33,7 +33,7 @@ class OutputTokens:
         text = self._tail + piece
         self._events += text.count(_EVENT) - self._tail.count(_EVENT)
         if b"_tokens" in text:
-            for usage in _USAGE.finditer(text):
+            for usage in REPORTED.finditer(text):
                 self._reported = int(usage[1])
         self._tail = text[-_KEPT:]
 

@@ -46,14 +46,14 @@ class PolicyChoice:
         """Return the workers by a hash ring for this request, best first; empty if the policy looks at no ring."""
         if self.name == "chwbl":
             return self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))
-        session = session or request.cache_key.encode("utf-8", "surrogatepass")
+        session = session_key(request, session)
         if session and self.name in ("cost", "session"):
             return self.ring.order(session, view.ids, HOMES)
         return ()
 
     def orders(self, view: View, request: Request, session: bytes) -> dict[str, tuple[str, ...]]:
         """Return the ``order`` under each policy that looks at a ring, by the policy's name, for the decision log."""
-        session = session or request.cache_key.encode("utf-8", "surrogatepass")
+        session = session_key(request, session)
         found = {"chwbl": self.ring.order(prefix_key(request, view.names.paths), view.ids, len(view.ids))}
         homes = self.ring.order(session, view.ids, HOMES) if session else ()
         return found | {"cost": homes, "session": homes}
@@ -86,6 +86,11 @@ class Ring:
         }
         self._points, self._names = known, workers
         self._ring = sorted(point << 16 | at for at, name in enumerate(workers) for point in known[name])
+
+
+def session_key(request: Request, session: bytes) -> bytes:
+    """Return the client's key of the conversation: of a header (session), else of the body; empty without any."""
+    return session or request.cache_key.encode("utf-8", "surrogatepass")
 
 
 def prefix_key(request: Request, adapters: Collection[str] | Mapping[str, object]) -> bytes:

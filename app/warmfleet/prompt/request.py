@@ -123,6 +123,16 @@ class Request:
     from_json: bool = True
     labels: frozenset[str] = NO_LABELS
 
+    @property
+    def declares_tools(self) -> bool:
+        """Whether the answer may call tools of the client."""
+        return bool(self.tools) and self.tool_choice not in ("none", {"type": "none"})
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the conversation has earlier answers, or may have: of an unread body that is not known."""
+        return self.endpoint == "unread" or any(message["role"] in ("assistant", "tool") for message in self.messages)
+
 
 def parse(endpoint: Endpoint, body: bytes, allowed: Collection[str] = ()) -> Request:
     """Read the JSON body of a client's request. allowed: fields of REFUSED that the operator allows.

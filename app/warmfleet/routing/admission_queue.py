@@ -2,6 +2,10 @@
 
 All replicas share the queue: the order of the tickets is in Redis (lua/parts/shared/tickets.lua). The bodies wait in
 this replica, which has room for BODIES bodies of the largest size.
+
+A request may be held before that, until the caches have room for the context of its session. No failure holds a request
+for ever: if Redis has lost the session, the request is decided like a new one; while Redis is away, it is decided
+without Redis; and each hold has a bound.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from warmfleet.fleet import Decision, Queued, Standing
 from warmfleet.routing.tickets import POLL_S
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from warmfleet.fleet import Hold
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
@@ -28,6 +35,7 @@ logger = logging.getLogger("warmfleet.routing.admission_queue")
 
 BODIES = 2  # memory for waiting bodies, as a multiple of the largest: a tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
+HELD_TIMES, LEAST_HOLD_S = 1.5, 5.0  # a hold ends after so many times the time that was told, or that is the bound
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
 OF_BYTES = (
@@ -71,16 +79,72 @@ class AdmissionQueue:
             if may_wait:
                 self._give_room_back(flow, size)
 
-    async def _wait(self, job: Job, attempt: Attempt, answer: Decision | Queued, *, may_wait: bool) -> Decision:
-        left_s = job.call.patience_s - (time.perf_counter() - job.call.received_at)
-        deadline = asyncio.get_running_loop().time() + min(left_s, self._settings.queue_timeout_s)
+    async def _wait(self, job: Job, attempt: Attempt, answer: Queued, *, may_wait: bool) -> Decision:
+        now = asyncio.get_running_loop().time()
+        patient_until = now + job.call.patience_s - (time.perf_counter() - job.call.received_at)
+        if answer.hold is not None:
+            self._check_line(job, attempt, answer.hold)
+        held_until = 0.0  # set by the first hold
+        waiting: Decision | Queued = answer
+        while isinstance(waiting, Queued):
+            if waiting.hold is not None:
+                held_until = held_until or asyncio.get_running_loop().time() + self._longest_s(waiting.hold)
+                waiting = await self._hold(job, attempt, waiting.hold, min(patient_until, held_until))
+            else:
+                waiting = await self._queue(job, attempt, waiting, patient_until, may_wait=may_wait)
+        return waiting
+
+    def _check_line(self, job: Job, attempt: Attempt, hold: Hold) -> None:
+        """Raise Overloaded if a new session would be held for too long. Only its first request is refused."""
+        most_s = self._settings.session_wait_max_s
+        first = not (hold.paused or job.request.goes_on or len(job.call.record.tries) > 1)
+        if hold.predicted_s > most_s and first:
+            raise self._refusal(attempt.chosen.pool, "sessions", hold.predicted_s - most_s, hold)
+
+    def _longest_s(self, hold: Hold) -> float:
+        settings = self._settings
+        told_s = settings.paused_max_s if hold.paused else min(hold.predicted_s, settings.session_wait_max_s)
+        return max(LEAST_HOLD_S, HELD_TIMES * told_s)
+
+    async def _hold(self, job: Job, attempt: Attempt, hold: Hold, deadline: float) -> Decision | Queued:
+        """Wait until the session has a place in a cache, then decide again.
+
+        At the deadline (by the event loop's clock) a new session gets any worker with room, or is refused; a paused one
+        goes on without the ledger.
+        """
+        booking = attempt.chosen
+        pool, began = booking.pool, time.perf_counter()
+        attempt.record.held(hold)
+        try:
+            with self._metrics.held.labels(pool.tag).track_inprogress():
+                waits = self._tickets.wait_in_line(pool, attempt.reservation, hold.session)
+                standing = await _until(deadline, waits)
+        finally:
+            attempt.record.let_go()
+            self._metrics.held_seconds.labels(pool.tag).observe(time.perf_counter() - began)
+        if standing is None:
+            booking.leave_line()
+            if not hold.paused:
+                return await self._last_look(pool, job, attempt)
+        return await self._chooser.choose(job, attempt, may_wait=True)
+
+    async def _queue(
+        self, job: Job, attempt: Attempt, answer: Decision | Queued, patient_until: float, *, may_wait: bool
+    ) -> Decision | Queued:
+        """Wait for the turn of the ticket; returns a decision, or that the session is held.
+
+        patient_until: the client's limit, by the event loop's clock.
+        """
+        deadline = min(patient_until, asyncio.get_running_loop().time() + self._settings.queue_timeout_s)
         self._check_ticket(attempt, answer, may_wait=may_wait)
         pool, began = attempt.chosen.pool, time.perf_counter()
         try:
-            while isinstance(answer, Queued):
+            while isinstance(answer, Queued) and answer.hold is None:
                 pool = attempt.chosen.pool  # the last decision may have chosen the queue of another pool
                 with self._metrics.queued.labels(pool.tag).track_inprogress():
-                    standing = await self._turn(pool, attempt, deadline)
+                    elsewhere = attempt.comparison is not None
+                    waits = self._tickets.wait(pool, attempt.reservation, elsewhere=elsewhere)
+                    standing = await _until(deadline, waits)
                     if standing is None:
                         return await self._last_look(pool, job, attempt)
                     answer = await self._chooser.choose(job, attempt, may_wait=may_wait)
@@ -96,7 +160,7 @@ class AdmissionQueue:
         self, attempt: Attempt, answer: Decision | Queued, *, may_wait: bool, displaced: bool = False
     ) -> None:
         """Raise Overloaded if the request must wait but got no ticket. displaced: it had a ticket before."""
-        if isinstance(answer, Queued) and answer.outcome != "queued":
+        if isinstance(answer, Queued) and answer.outcome in ("full", "displaced"):
             reason = "displaced" if displaced else answer.outcome
             raise self._refusal(attempt.chosen.pool, reason if may_wait else "bytes", answer.work_s)
 
@@ -121,17 +185,6 @@ class AdmissionQueue:
         else:
             self._tenant_bytes.pop(flow, None)
 
-    async def _turn(self, pool: Pool, attempt: Attempt, deadline: float) -> Standing | None:
-        """Wait until the request should be decided again; return its ticket's state, or None at the deadline.
-
-        deadline: by the event loop's clock.
-        """
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._tickets.wait(pool, attempt.reservation, elsewhere=attempt.comparison is not None)
-        except TimeoutError:
-            return None
-
     async def _last_look(self, pool: Pool, job: Job, attempt: Attempt) -> Decision:
         """Decide once more at the deadline, for any worker with room. Raises QueueTimeout if no worker has room."""
         answer = await self._chooser.choose(job, attempt, may_wait=False)
@@ -139,16 +192,32 @@ class AdmissionQueue:
             raise self._refusal(pool, "deadline", self._tickets.work_s(pool) or answer.work_s)
         return answer
 
-    def _refusal(self, pool: Pool, reason: str, work_s: float) -> WarmfleetError:
-        """Return the error for a reason: full, displaced, bytes or deadline. work_s: prefill seconds in the queue."""
+    def _refusal(self, pool: Pool, reason: str, work_s: float, hold: Hold | None = None) -> WarmfleetError:
+        """Return the error for a reason: full, displaced, bytes, deadline or sessions.
+
+        work_s: prefill seconds in the queue, or seconds until the line is short enough. hold: for the reason sessions.
+        """
         self._metrics.queue_rejections.labels(reason, pool.tag).inc()
         logger.warning("%s is overloaded: a request was refused (%s)", pool.tag, reason)
         error: WarmfleetError
         if reason == "deadline":
             error = QueueTimeout(f"{BUSY}, and the time that it may wait is over{LATER}")
+        elif hold is not None:
+            ahead = f"{hold.ahead} sessions wait before it for room in the engines' caches"
+            error = Overloaded(f"{ahead}, for about {hold.predicted_s:.0f} s{LATER}")
         elif reason == "bytes":
             error = Overloaded(f"{BUSY}, and this replica has no room left for its body to wait{LATER}{OF_BYTES}")
         else:
             error = Overloaded(f"{BUSY}, and the queue is full{LATER}")
         error.retry_after_s = min(max(1, math.ceil(work_s)), MAX_RETRY_AFTER_S)
         return error
+
+
+async def _until(deadline: float, waits: Awaitable[Standing]) -> Standing | None:
+    """Wait until the request should be decided again; return its state, or None at the deadline (by the loop's
+    clock)."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await waits
+    except TimeoutError:
+        return None

@@ -37,9 +37,10 @@ class Attempt:
     ``bookings``: one for each pool that was asked. ``chosen``: the booking that serves the job; before a pool was
     chosen, the booking in the pool by which the prompt was identified. ``record``: the record of this try.
     ``on_first_byte`` is called before the client is answered; None unless two attempts race. ``output`` counts the
-    tokens of the answer, only for a client with limits. ``tail``: the end of an approximate worker's answer, whose
-    usage shows the ``shortfall`` (cached blocks that the worker lacked). ``comparison``, ``counted``: None if the model
-    has one pool; else the choice of a pool so far, and the request's count for a client with limits.
+    tokens of the answer, only for a client with limits. ``tail``: the end of the answer, of an approximate worker,
+    whose usage shows the ``shortfall`` (cached blocks that the worker lacked), or of a session. ``comparison``,
+    ``counted``: None if the model has one pool; else the choice of a pool so far, and the request's count for a client
+    with limits.
 
     A field that was not set has the value of the class, which saves time.
     """
@@ -124,6 +125,6 @@ class Attempt:
             self.choose(chosen)
         if self.counted is not None:
             self.counted.end(None if outcome == "failed" or chosen.decision is None else tokens)
-        if chosen.release(outcome, tokens, self.shortfall, self.record):
+        if chosen.release(outcome, tokens, self.shortfall, self.record, self.tail):
             self._settlements.settled[outcome].inc()
         self.record.end(outcome)

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from warmfleet.fleet import Renewal
 from warmfleet.pools.stalled_requests import Try
 from warmfleet.protocol.wire import ENDED_MARK
+from warmfleet.routing.sessions import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.engines.reported_usage import AnswerTail
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision, Question, Queued, Shortfall
+    from warmfleet.fleet import Decision, Question, Queued, SessionEnd, Shortfall
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -32,8 +34,9 @@ class BookingState(Enum):
 
     NEW: nothing, because Redis was not asked yet, or the queue was full (``queued``). ASKED: perhaps a lease or a
     ticket, because a decision has no answer yet (``asks``). QUEUED: no lease, perhaps a ticket (``queued``,
-    ``not_booked``, ``unanswered``). BOOKED: a lease (``booked``). RELEASED: nothing more of this booking: all was given
-    back, or this is being sent to Redis (``release``), or a gateway has the lease (``hand_over``).
+    ``not_booked``, ``unanswered``). HELD: neither, but its session stands in the line (``queued``). BOOKED: a lease
+    (``booked``). RELEASED: nothing more of this booking: all was given back, or this is being sent to Redis
+    (``release``), or a gateway has the lease (``hand_over``).
 
     ``limited`` leads back to the state before ``asks``. A worker that is chosen without Redis (``chose_without_redis``)
     changes no state: Redis holds what it held before.
@@ -42,12 +45,14 @@ class BookingState(Enum):
     NEW = auto()
     ASKED = auto()
     QUEUED = auto()
+    HELD = auto()
     BOOKED = auto()
     RELEASED = auto()
 
 
 #: The members as names of this module, because a request reads them 16 times, and a look-up in the class takes 0.1 us.
-NEW, ASKED, QUEUED, BOOKED, RELEASED = BookingState
+NEW, ASKED, QUEUED, HELD, BOOKED, RELEASED = BookingState
+WAITING = (QUEUED, ASKED, HELD)
 UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt does not count for a client with limits
 
 
@@ -59,7 +64,8 @@ class Booking:
     when the last decision was asked for (``time.perf_counter``); ``question``: its arguments; ``answer``, ``error``:
     its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
     JSON; empty if the client asked for none. ``rings``: workers in hash ring order, by policy, and ``log_line``: the
-    line for the decision log; None if the decision is not logged.
+    line for the decision log; None if the decision is not logged. ``session``: the id by which Redis knows the session;
+    empty if it told none. ``apart``: its time in the line is over, so the ledger has no say any more.
 
     A field that was not set has the value of the class, which saves time.
     """
@@ -74,6 +80,8 @@ class Booking:
     decision: Decision | None = None
     explanation = b""
     log_line: dict[str, Any] | None = None
+    session = b""
+    apart = False
     _due: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -115,20 +123,28 @@ class Booking:
     @property
     def waits(self) -> bool:
         """Whether the request waited already before its last decision."""
-        return self._before is QUEUED or self._before is ASKED
+        return self._before in WAITING
 
     @property
     def keeps_place(self) -> bool:
-        """Whether the request may go on waiting while Redis does not answer: it may have a ticket, and Redis has been
-        silent only for a moment.
+        """Whether the request may go on waiting while Redis does not answer: it may have a ticket, or a session in the
+        line, and Redis has been silent only for a moment.
         """
-        return (self.state is QUEUED or self.state is ASKED) and not self.pool.degraded.silent
+        return self.state in WAITING and not self.pool.degraded.silent
 
-    def queued(self, ticket: Queued) -> None:
-        """Note that the worker that suits the request has no room: the request has a ticket, or none if the queue is
-        full.
+    def queued(self, answer: Queued) -> None:
+        """Note that the worker that suits the request has no room, or the caches have none for its session: the request
+        has a ticket, a session in the line, or neither if the queue is full.
         """
-        self.state = QUEUED if ticket.outcome == "queued" else NEW
+        if answer.hold is not None:
+            self.state, self.session = HELD, answer.hold.session
+        else:
+            self.state = QUEUED if answer.outcome == "queued" else NEW
+
+    def leave_line(self) -> None:
+        """Wait for a place no longer: the request goes on without the ledger."""
+        self._settlements.tickets.leave_line(self.pool, self.reservation, self.session)
+        self.state, self.apart = QUEUED, True
 
     def limited(self) -> None:
         """Note that a limit of the client's key refused the request. ``release`` gives up its ticket, if any."""
@@ -157,7 +173,7 @@ class Booking:
     def booked(self, decision: Decision) -> None:
         """Note that Redis booked the request's load at a worker, and renew the lease from now on."""
         self.state = BOOKED
-        self.decision = decision
+        self.decision, self.session = decision, decision.session
         self.pool.reservations.add(
             Renewal(self.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
         )
@@ -225,11 +241,13 @@ class Booking:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
         record: TryRecord | None = None,
+        tail: AnswerTail | None = None,
     ) -> bool:
         """Give back everything that is held in this pool; returns whether Redis may have booked the request.
 
         A release never waits, so no cancellation can stop it half-way. A second call does nothing. Redis gets the
-        outcome before the next decision. tokens: number in the answer, for a client with limits.
+        outcome before the next decision. tokens: number in the answer, for a client with limits. tail: its end, for the
+        ledger of sessions.
         """
         state, self.state = self.state, RELEASED
         decision = self.decision
@@ -246,7 +264,12 @@ class Booking:
                 tokens = -decision.prompt_tokens
         if (state is ASKED or state is QUEUED) and pool.fleet.constants.limits.max_engine_wait_s:
             self._settlements.tickets.leave(pool, reservation)
+        if state is HELD or (state is ASKED and self._before is HELD):
+            self._settlements.tickets.leave_line(pool, reservation, self.session)
         if state is not BOOKED and state is not ASKED:
             return False
-        self._settlements.settle_later(pool, reservation, outcome, tokens, shortfall, record)
+        ended: SessionEnd | None = None
+        if decision is not None and decision.session:
+            ended = end_of(self.question.session, decision, outcome, tail, 0 if record is None else record.chunks)
+        self._settlements.settle_later(pool, reservation, outcome, tokens, shortfall, record, ended)
         return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from warmfleet.engines.engine_priority import priority
 from warmfleet.pools.identified_prompt import as_of
 from warmfleet.prompt.request import NO_LABELS
+from warmfleet.routing.sessions import with_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +85,8 @@ class Job(NamedTuple):
     pools: where to look for a worker, in this order; the first two (home pools) are asked first. several: the model has
     more than one pool. limits: those of the client, which the only pool's decision checks; None if ``several``.
     priority: a lower one goes first in the queue. logged: whether its decisions are written to the
-    decision log. continuable: how another worker may continue its stream; None: not at all.
+    decision log. continuable: how another worker may continue its stream; None: not at all. session: as for Question,
+    with the id that an earlier attempt learned.
     """
 
     call: Call
@@ -98,6 +100,7 @@ class Job(NamedTuple):
     priority: int = 0
     logged: bool = False
     continuable: Continuable | None = None
+    session: bytes = b""
 
     @property
     def worker_count(self) -> int:
@@ -121,11 +124,12 @@ class Job(NamedTuple):
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 
     def admitted_in(self, booking: Booking) -> Job:
-        """Return the job for another attempt, with the prompt as identified for this booking's pool.
+        """Return the job for another attempt, with prompt and session as known in this booking's pool.
 
         The client's limits admitted the job before, so they do not refuse another attempt.
         """
-        job, limits = self._replace(pool=booking.pool, prompt=booking.prompt), self.call.limits
+        session = with_id(self.session, booking.session)
+        job, limits = self._replace(pool=booking.pool, prompt=booking.prompt, session=session), self.call.limits
         if limits is None:
             return job
         let_in = limits.of_admitted

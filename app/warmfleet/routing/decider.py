@@ -14,6 +14,7 @@ from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.request import NO_LABELS
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
+from warmfleet.routing.sessions import with_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,9 +63,9 @@ class Decider:
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
         """Choose a worker of the chosen pool, or take a ticket if the worker that suits the request has no room.
 
-        may_wait: this replica has room for the body. If Redis is silent, a waiting request goes on waiting for a
-        moment, and is then decided without Redis. Raises NoWorker, CancelledReservation, RateLimited, and
-        FleetUnavailable if the fleet was never read.
+        may_wait: this replica has room for the body; without, its session takes no part in the ledger. If Redis is
+        silent, a waiting request goes on waiting for a moment, and is then decided without Redis. Raises NoWorker,
+        CancelledReservation, RateLimited, and FleetUnavailable if the fleet was never read.
         """
         booking = attempt.chosen
         await self.ask(job, booking, may_wait=may_wait, displaces=True)
@@ -140,6 +141,7 @@ class Decider:
             booking.never,
             may_wait,
             displaces,
+            session=with_id(job.session, booking.session) if may_wait and not booking.apart else b"",
         )
         if job.logged:
             booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from warmfleet.fleet import Candidate, Decision, Question, Weights
     from warmfleet.routing.attempt import Attempt
@@ -23,7 +23,8 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
     """
     headers = [(b"x-request-id", request_id.encode())]
     if attempt.chosen.explanation:
-        headers.append((b"x-warmfleet-explain", attempt.chosen.explanation))
+        explained, held = attempt.chosen.explanation, attempt.record.held_facts(0.0)
+        headers.append((b"x-warmfleet-explain", with_more(explained, held) if held else explained))
     if which != "request_id":
         headers += (
             (b"x-warmfleet-worker", decision.worker_id.encode()),
@@ -74,6 +75,6 @@ def terms_of(row: Candidate) -> dict[str, float]:
     return {name.removesuffix("_s"): seconds for name, seconds in asdict(row.terms).items() if seconds}
 
 
-def with_pools(explained: bytes, pool: str, answers: Iterable[dict[str, object]]) -> bytes:
-    """Return the explanation with the chosen pool, and the answer of each asked pool, put in front."""
-    return orjson.dumps({"pool": pool, "pools": list(answers)})[:-1] + b"," + explained[1:]
+def with_more(explained: bytes, more: Mapping[str, object]) -> bytes:
+    """Return the explanation with more fields put in front."""
+    return orjson.dumps(more)[:-1] + b"," + explained[1:]

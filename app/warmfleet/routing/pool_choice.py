@@ -30,7 +30,7 @@ from warmfleet.pools.identified_prompt import same_in
 from warmfleet.pools.late_pools import LatePool, late
 from warmfleet.routing.booking import BookingState
 from warmfleet.routing.decider import NO_WORKER
-from warmfleet.routing.explain_header import with_pools
+from warmfleet.routing.explain_header import with_more
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -288,11 +288,13 @@ class _Comparison:
         """Use the best answer, and cancel the bookings of the other pools."""
         self._attempt.choose(cheapest)
         if cheapest.explanation:
-            cheapest.explanation = with_pools(cheapest.explanation, cheapest.pool.tag, map(_in_words, asked))
+            more = {"pool": cheapest.pool.tag, "pools": [*map(_in_words, asked)]}
+            cheapest.explanation = with_more(cheapest.explanation, more)
         if isinstance(cheapest.answer, Decision):
             return self._stands(cheapest.answer)
         line = cast("Queued", cheapest.answer)
-        self._attempt.record.queued(line.waiting, line.work_s)
+        if line.hold is None:
+            self._attempt.record.queued(line.waiting, line.work_s)
         return line
 
     def _stands(self, decision: Decision) -> Decision:
@@ -372,8 +374,9 @@ def _raise_refusal(asked: Sequence[Booking]) -> None:
 
 
 def _line(booking: Booking) -> Queued | None:
-    """Return the answer that says that the request has a ticket; None without a ticket."""
-    return booking.answer if isinstance(booking.answer, Queued) and booking.answer.outcome == "queued" else None
+    """Return the answer that says that the request has a ticket, or that its session is held; None without either."""
+    answer = booking.answer
+    return answer if isinstance(answer, Queued) and answer.outcome in ("queued", "held") else None
 
 
 def _offer(booking: Booking) -> Offer | None:

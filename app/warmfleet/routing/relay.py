@@ -14,7 +14,7 @@ from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens, WatchedClient
-from warmfleet.engines.reported_usage import AnswerTail
+from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
 from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
 from warmfleet.metrics import PLAIN, STREAM
@@ -98,7 +98,7 @@ class Relay:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
             ended = await self._relay(job, attempt, decision, response, answer, tried_elsewhere)
-            if attempt.tail is not None:
+            if attempt.tail is not None and decision.approximate:
                 view = booking.pool.view
                 held = self._cache_reports.held_blocks(view, booking.prompt, decision, attempt.tail.usage())
                 if held is not None:
@@ -232,8 +232,9 @@ class Relay:
     ) -> None:
         """Note the first byte of an answer. whole: the complete answer; None if more will come, so prefill is done."""
         status, streams = response.status, response.content_type == EVENTS and response.status < 400
-        if decision.approximate and status == 200:
-            attempt.tail = AnswerTail(whole or b"")
+        if (decision.approximate or decision.session) and status == 200:
+            kind = ResponsesTail if job.call.path.form == "responses" else AnswerTail
+            attempt.tail = kind(whole or b"")
         if attempt.on_first_byte is not None:
             attempt.on_first_byte(attempt)
         booking, now = attempt.chosen, time.perf_counter()

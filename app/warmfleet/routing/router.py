@@ -22,6 +22,7 @@ from warmfleet.routing.recovery.continuation import Continuation
 from warmfleet.routing.recovery.hedging import Hedging
 from warmfleet.routing.recovery.retries import Retries, RetryBudget
 from warmfleet.routing.relay import Relay
+from warmfleet.routing.sessions import session_of
 from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
@@ -58,6 +59,7 @@ class Router:
         self.tenancy = Tenancy(settings.tenant_key, settings.tenant_header)
         self._allowed_fields = settings.allowed_fields
         self._reads_priority = settings.queue_priority
+        self._has_ledger = settings.session_wait_max_s > 0
         self._metrics = metrics
         self._log = log or DecisionLog("", metrics)
         self._identifier = identifier
@@ -138,7 +140,9 @@ class Router:
         pools, limits = served.pools, call.limits  # an only pool checks the limits, else ``client_limits``
         if served.several:
             pools, limits = served.order_for(prompt, request.model), None
-        return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, self._log.wants())
+        session = session_of(call, request, prompt) if self._has_ledger else b""
+        logged = self._log.wants()
+        return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, logged, session=session)
 
     def _check_model(self, allowed: frozenset[str], request: Request, served: ServedModel) -> None:
         """Raise ModelNotFound, as for a model that does not exist, if the client's key is not for the request's model.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision
+    from warmfleet.fleet import Decision, Hold
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.prompt.engine_paths import EnginePath
 
@@ -66,19 +66,22 @@ class TryRecord:
     """A try at a worker, from before the decision until everything is given back.
 
     ``asked_at``: when Redis was asked for the decision that chose the worker. ``waiting``, ``work_s``: requests and
-    seconds of prefill in the queue when this request joined it. ``policy``: the policy that chose; empty if Redis did
-    not choose, and then ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no
-    speed is known. ``pool``: the tag of the chosen pool; empty if the model has one pool. ``engine_request_id``:
-    the X-Request-Id that the engine got last. ``headers``: header lines that only this try's request to the engine has.
-    ``chunks``: number of pieces of the engine's answer. ``gap_s``: the longest silence between two pieces.
-    ``usage``: the JSON of the engine's usage field. ``cached_tokens``: of the prompt, as the plugin reported them; None
-    before. ``client_s``: seconds for which the engine's answer waited for the client.
+    seconds of prefill in the queue when this request joined it. ``held_at``: since when it is held until the caches
+    have room for its session, 0 unless it is held now; ``held_s``: the seconds of earlier holds; ``hold``: its place at
+    first; None if it was never held. ``policy``: the policy that chose; empty if Redis did not choose, and then
+    ``fallback`` says why not. ``token_s``: seconds of prefill of a token at the worker, 0 while no speed is known.
+    ``pool``: the tag of the chosen pool; empty if the model has one pool. ``engine_request_id``: the X-Request-Id that
+    the engine got last. ``headers``: header lines that only this try's request to the engine has. ``chunks``: number of
+    pieces of the engine's answer. ``gap_s``: the longest silence between two pieces. ``usage``: the JSON of the
+    engine's usage field. ``cached_tokens``: of the prompt, as the plugin reported them; None before. ``client_s``:
+    seconds for which the engine's answer waited for the client.
     """
 
-    asked_at = queued_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
+    asked_at = queued_at = held_at = decided_at = sent_at = first_byte_at = ended_at = 0.0
     decision: Decision | None = None
+    hold: Hold | None = None
     policy = fallback = pool = engine_request_id = ""
-    token_s = work_s = gap_s = client_s = 0.0
+    token_s = work_s = held_s = gap_s = client_s = 0.0
     waiting = status = chunks = 0
     sent_ids = False
     usage = b""
@@ -99,6 +102,30 @@ class TryRecord:
             self.waiting, self.work_s = waiting, work_s
             if self.log_step is not None:
                 self.log_step(f"queued: {waiting} requests wait, {work_s:.2f} s of work")
+
+    def held(self, hold: Hold) -> None:
+        """Note that the request is held. Of repeated holds the first tells the place in the line."""
+        self.held_at = time.perf_counter()
+        if self.hold is None:
+            self.hold = hold
+            if self.log_step is not None:
+                why = "paused" if hold.paused else "new"
+                self.log_step(f"held ({why}): {hold.ahead} sessions before it, {hold.predicted_s:.2f} s predicted")
+
+    def held_facts(self, now: float) -> dict[str, Value]:
+        """Return for how long the request was held until ``now``, why, and its place in the line at first."""
+        if self.hold is None:
+            return {}
+        seconds = self.held_s + (now - self.held_at if self.held_at else 0.0)
+        why = "paused" if self.hold.paused else "new"
+        return {"held_ms": 10_000 * seconds // 1 / 10, "held": why, "ahead": self.hold.ahead}
+
+    def let_go(self) -> None:
+        """Note the end of a hold. A hold within a wait in the queue does not count for that wait."""
+        seconds, self.held_at = time.perf_counter() - self.held_at, 0.0
+        self.held_s += seconds
+        if self.queued_at:
+            self.queued_at += seconds
 
     def decided(self, decision: Decision, policy: str, asked_at: float, token_s: float, fallback: str = "") -> None:
         """Note the chosen worker. fallback: why Redis did not choose it."""

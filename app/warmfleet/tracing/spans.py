@@ -61,6 +61,8 @@ class TrySpan(TryRecord):
             found["warmfleet.fallback"] = self.fallback
         if self.queued_at:
             found["warmfleet.queue_seconds"] = (self.decided_at or self.ended_at) - self.queued_at
+        if self.hold is not None:
+            found["warmfleet.held_seconds"] = self.held_s
         if self.sent_at:
             found |= {"warmfleet.engine_request_id": self.engine_request_id, "warmfleet.token_ids": self.sent_ids}
         if self.status:

@@ -10,7 +10,7 @@ from tests.support.fleet.constants_alone import ConstantsAlone
 from tests.support.polling import poll
 
 from warmfleet.errors import FleetUnavailable
-from warmfleet.fleet import Decision, Queued, QueueLimits
+from warmfleet.fleet import Decision, Hold, Queued, QueueLimits
 from warmfleet.metrics import Metrics
 from warmfleet.pools import open_reservations
 from warmfleet.pools.degraded import DegradedMode
@@ -23,7 +23,7 @@ from warmfleet.routing.tickets import Tickets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet import Fleet, SessionEnd
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
@@ -42,9 +42,15 @@ class Store(ConstantsAlone):
         self.bookings = self
 
     def settle_later(
-        self, reservation: str, outcome: Outcome, on_answer: OnAnswer, tokens: int = 0, shortfall: object = None
+        self,
+        reservation: str,
+        outcome: Outcome,
+        on_answer: OnAnswer,
+        tokens: int = 0,
+        shortfall: object = None,
+        session: SessionEnd | None = None,
     ) -> None:
-        assert (reservation, tokens, shortfall) == (NAME, 0, None)
+        assert (reservation, tokens, shortfall, session) == (NAME, 0, None, None)
         asyncio.get_running_loop().call_soon(self._answer, outcome, on_answer)
 
     def _answer(self, outcome: Outcome, on_answer: OnAnswer) -> None:
@@ -58,6 +64,10 @@ class Store(ConstantsAlone):
 class RecordedTickets(Tickets):
     def leave(self, pool: Pool, ticket: str) -> None:
         cast("Any", pool.fleet).left.append(ticket)
+
+    def leave_line(self, pool: Pool, ticket: str, session: bytes) -> None:
+        assert ticket == NAME
+        cast("Any", pool.fleet).left.append(session.decode())
 
 
 def begun() -> tuple[Booking, Settlements, Store]:
@@ -74,6 +84,16 @@ def asked(booking: Booking) -> None:
 def queued(booking: Booking) -> None:
     booking.asks()
     booking.queued(Queued("queued", 1, 0.5))
+
+
+def held(booking: Booking) -> None:
+    booking.asks()
+    booking.queued(Queued("held", 0, 0.0, hold=Hold(b"session", 1, 2, 8.0, paused=False)))
+
+
+def let_in_to_the_queue(booking: Booking) -> None:
+    held(booking)
+    queued(booking)
 
 
 def refused(booking: Booking) -> None:
@@ -126,6 +146,8 @@ def never_asked(booking: Booking) -> None:
         (lambda _: None, BookingState.NEW, [], False),
         (asked, BookingState.ASKED, ["finished"], True),
         (queued, BookingState.QUEUED, [], True),
+        (held, BookingState.HELD, [], "session"),
+        (let_in_to_the_queue, BookingState.QUEUED, [], True),
         (refused, BookingState.NEW, [], False),
         (limited, BookingState.NEW, [], False),
         (limited_at_its_turn, BookingState.QUEUED, [], True),
@@ -137,7 +159,7 @@ def never_asked(booking: Booking) -> None:
     ],
 )
 async def test_release_gives_back_what_was_taken_once(
-    way: Callable[[Booking], None], state: BookingState, settled: list[str], leaves: bool
+    way: Callable[[Booking], None], state: BookingState, settled: list[str], leaves: bool | str
 ) -> None:
     booking, settlements, store = begun()
     way(booking)
@@ -148,7 +170,7 @@ async def test_release_gives_back_what_was_taken_once(
         assert booking.state is BookingState.RELEASED
     await settlements.drained()
     assert store.settled == settled
-    assert store.left == ([NAME] if leaves else [])
+    assert store.left == ([leaves if isinstance(leaves, str) else NAME] if leaves else [])
     assert len(booking.pool.reservations) == 0
     assert not booking.pool.degraded.in_flight
 

@@ -28,7 +28,20 @@ from warmfleet.errors import (
     QueueTimeout,
     WarmfleetError,
 )
-from warmfleet.fleet import Decision, Fleet, Line, Queued, QueueLimits, Renewal, Standing, connect
+from warmfleet.fleet import (
+    Decision,
+    Fleet,
+    Hold,
+    HoldLine,
+    Line,
+    Queued,
+    QueueLimits,
+    Renewal,
+    SessionEnd,
+    Standing,
+    connect,
+)
+from warmfleet.fleet.ledger import HoldStanding
 from warmfleet.fleet.pool_registry import PoolEntry, PoolRegistry
 from warmfleet.metrics import Metrics
 from warmfleet.pools import late_pools
@@ -70,7 +83,7 @@ if TYPE_CHECKING:
     from warmfleet.routing.identifier import Identifier
 
 TAGS = ("m#1", "m#2", "m#3", "m#4")
-Word = str  # a pool's answer: ``book``, ``queue``, ``full``, ``none``, ``away``, ``late`` or ``ended``
+Word = str  # a pool's answer: ``book``, ``queue``, ``hold``, ``full``, ``none``, ``away``, ``late`` or ``ended``
 
 
 class Store(ConstantsAlone):
@@ -99,11 +112,18 @@ class Store(ConstantsAlone):
         self.tag = tag
         self.bookings = self.queue = self.workers = self
         self.clients: Any = None  # a test may count in a real Redis
+        self.ledger = SimpleNamespace(poll=self.poll_line)
+        self.hold = Hold(b"", 2, 3, 8.0, paused=False)  # of a session that is held, but for its id
+        self.held: set[bytes] = set()
+        self.polled: list[bytes] = []  # sessions that polls named
+        self.sessions: list[bytes] = []  # of each question
+        self.ends: list[SessionEnd] = []
 
     async def decide_in_turn(self, question: Question, *, explain: bool = False) -> Decision | Queued:
         self.asked += 1
         self.may_wait = question.may_wait
-        name = question.reservation
+        self.sessions.append(question.session)
+        name, session = question.reservation, question.session and (question.session[1:] or b"made")
         if question.displaces and name in self.full:  # the same question a second time
             word = "queue" if self.crowded else "full"
             self.displaced += self.crowded
@@ -111,6 +131,10 @@ class Store(ConstantsAlone):
             word = self.words.pop(0) if self.words else "book"
         if word == "queue" and not question.may_wait:
             word = "full"
+        if word == "hold":
+            self.held.add(session)
+            return Queued("held", 3, 0.0, self.hold.predicted_s / 2, hold=replace(self.hold, session=session))
+        self.held.discard(session)
         if word in ("book", "late"):
             self.booked.add(name)
             self.tickets.discard(name)
@@ -133,10 +157,27 @@ class Store(ConstantsAlone):
         worker = f"{self.tag}.w"
         own = 100 - self.matched
         return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s,
-                        self.ahead, False, own, 110)  # fmt: skip
+                        self.ahead, False, own, 110, session=session)  # fmt: skip
 
-    def settle_later(self, reservation: str, outcome: Outcome, on_answer: OnAnswer, *_more: Any) -> None:
+    async def poll_line(self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = ()) -> HoldLine:
+        self.held -= {*leaving}
+        self.polled += held
+        if self.away:
+            raise FleetUnavailable("away")
+        known = {name: self.standing if name in self.held else Standing.UNKNOWN for name in held}
+        return HoldLine(1, {name: HoldStanding(standing, 0, 1.0) for name, standing in known.items()})
+
+    def settle_later(
+        self,
+        reservation: str,
+        outcome: Outcome,
+        on_answer: OnAnswer,
+        _tokens: int = 0,
+        _shortfall: object = None,
+        session: SessionEnd | None = None,
+    ) -> None:
         assert outcome in ("finished", "cancelled", "failed", "unsent")
+        self.ends += [session] if session is not None else []
 
         def take() -> None:
             self.booked.discard(reservation)
@@ -225,8 +266,8 @@ class Fixture:
 
     async def nothing_left(self) -> None:
         await self.settlements.drained()
-        assert {tag: (store.booked, store.tickets) for tag, store in self.stores.items()} == dict.fromkeys(
-            TAGS, (set(), set())
+        assert {tag: (store.booked, store.tickets, store.held) for tag, store in self.stores.items()} == dict.fromkeys(
+            TAGS, (set(), set(), set())
         )
         assert all(not pool.reservations and not pool.degraded.in_flight for pool in self.pools)
 

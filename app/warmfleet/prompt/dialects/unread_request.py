@@ -52,6 +52,9 @@ def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") 
     """Return the request of a JSON body. reason: why its prompt is not identified. Raises BadRequest."""
     request = _request(path, data, _characters(data) // CHARACTERS_PER_TOKEN, takes_salt=path.takes_salt)
     request.unforeseen = reason
+    request.tools, request.tool_choice = bool(data.get("tools")), data.get("tool_choice")
+    if type(key := data.get("prompt_cache_key")) is str:
+        request.cache_key = key
     return request
 
 

@@ -1,0 +1,131 @@
+"""Which session a request belongs to, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
+from warmfleet.fleet import Decision
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.prompt.dialects import bodies
+from warmfleet.prompt.engine_paths import KNOWN
+from warmfleet.routing.call import NO_HINTS, Call, Hints
+from warmfleet.routing.sessions import ENDS, NAMED, TOOLS, end_of, session_of, with_id
+from warmfleet.tracing.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from warmfleet.fleet.bookings import Outcome
+
+USER = [{"role": "user", "content": "text"}]
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+FUNCTION = {"type": "function", "function": {"name": "look"}}
+ANTHROPIC = {"name": "look", "input_schema": {"type": "object"}}
+RESPONSE = {"type": "function", "name": "look", "parameters": {}}
+
+
+def session(path: str, hints: Hints = NO_HINTS, flow: bytes = b"tenant-1", prompts: int = 1, **body: Any) -> bytes:
+    call = Call(KNOWN[path], b"", RequestRecord("id", KNOWN[path], "POST", 0.0), b"", flow=flow, hints=hints)
+    request = bodies.parse(KNOWN[path], json.dumps({"model": "m"} | body).encode())
+    return session_of(call, request, IdentifiedPrompt((), 1, 1, "load", prompt_count=prompts))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "flags"),
+    [
+        (CHAT, {"messages": USER}, 0),
+        (CHAT, {"messages": USER, "tools": []}, 0),
+        (CHAT, {"messages": USER, "tools": [FUNCTION]}, TOOLS),
+        (CHAT, {"messages": USER, "tools": [FUNCTION], "tool_choice": "none"}, 0),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [ANTHROPIC]}, TOOLS),
+        (MESSAGES, {"messages": USER, "max_tokens": 1, "tools": [ANTHROPIC], "tool_choice": {"type": "none"}}, 0),
+        (RESPONSES, {"input": "text", "tools": [RESPONSE]}, TOOLS),
+        (RESPONSES, {"input": "text", "tools": [RESPONSE], "previous_response_id": "r"}, TOOLS),
+        (RESPONSES, {"input": "text", "tools": [RESPONSE], "previous_response_id": "r", "tool_choice": "none"}, 0),
+        ("/v1/completions", {"prompt": "text"}, 0),
+    ],
+)
+def test_a_request_without_a_name_tells_whether_it_declares_tools(path: str, body: dict[str, Any], flags: int) -> None:
+    assert session(path, **body) == bytes((flags,))
+    assert session(path, Hints(ended=True), **body) == bytes((flags | ENDS,))
+    assert session(path, prompts=2, **body) == b""
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions/batch", "/tokenize"])
+def test_only_requests_of_one_answer_to_one_prompt_take_part(path: str) -> None:
+    assert session(path, Hints(b"name"), input="text") == b""
+
+
+def test_a_name_is_of_one_tenant_and_wherever_the_client_gives_it() -> None:
+    named = session(CHAT, Hints(b"name"), messages=USER)
+    assert (named[0], named[1:2], len(named)) == (NAMED, b"n", 10)
+    assert session(CHAT, messages=USER, prompt_cache_key="name") == named
+    assert session(RESPONSES, input="text", prompt_cache_key="name", previous_response_id="r") == named
+    assert session(CHAT, Hints(b"name"), messages=USER, prompt_cache_key="other") == named
+    assert session(CHAT, Hints(b"name"), flow=b"tenant-2", messages=USER)[1:] != named[1:]
+    assert session(CHAT, Hints(b"other"), messages=USER)[1:] != named[1:]
+
+
+def test_an_id_that_redis_told_comes_behind_the_flags() -> None:
+    assert with_id(b"\x01", b"sid") == b"\x01sid"
+    assert with_id(b"\x03nA", b"nA") == b"\x03nA"
+    assert with_id(b"\x01", b"") == b"\x01"
+    assert with_id(b"", b"sid") == b""
+
+
+def choice(reason: str, **more: Any) -> bytes:
+    choices = [{"index": 0, "delta": {"content": '"finish_reason":"tool_calls"'}, "finish_reason": reason} | more]
+    return json.dumps({"choices": choices}, separators=(",", ":")).encode()
+
+
+CALL = b'data: {"type":"response.output_item.done","item":{"arguments":"{}","type":"function_call","name":"look"}}\n\n'
+COMPLETED = (
+    b'data: {"type":"response.completed","response":{"tools":[%b],"usage":{"input_tokens":7,"output_tokens":2}}}'
+)
+MANY = b'{"type":"function"},' * 200 + b"{}"
+USAGE = b'{"usage":{"prompt_tokens":40,"completion_tokens":5,"completion_tokens_details":{"reasoning_tokens":3}}}'
+
+
+@pytest.mark.parametrize(
+    ("tail", "finish", "tokens"),
+    [
+        (AnswerTail(choice("tool_calls")), "t", 0),
+        (AnswerTail(choice("stop", stop_reason=None) + USAGE), "o", 45),
+        (AnswerTail(choice("length")), "o", 0),
+        (AnswerTail(b'{"choices":[{"delta":{},"finish_reason":null}]}'), "?", 0),
+        (AnswerTail(b'{"delta":{"stop_reason":"tool_use"},"usage":{"input_tokens":3,"output_tokens":4}}'), "t", 7),
+        (AnswerTail(b'{"delta": {"stop_reason": "end_turn"}}'), "o", 0),
+        (ResponsesTail(CALL + COMPLETED % MANY), "t", 9),
+        (ResponsesTail(COMPLETED % MANY), "o", 9),
+        (ResponsesTail(b'{"type":"response.created"}'), "?", 0),
+    ],
+)
+def test_the_end_of_an_answer_tells_whether_it_calls_tools(tail: AnswerTail, finish: str, tokens: int) -> None:
+    assert (tail.finish(), tail.context_tokens()) == (finish, tokens)
+
+
+@pytest.mark.parametrize("at", range(1, len(CALL), 7))
+def test_a_call_that_comes_in_two_pieces_is_seen(at: int) -> None:
+    tail = ResponsesTail()
+    for piece in (CALL[:at], CALL[at:], COMPLETED % MANY):
+        tail.add(piece)
+    assert tail.finish() == "t"
+
+
+@pytest.mark.parametrize(
+    ("flags", "outcome", "tail", "expected"),
+    [
+        (TOOLS, "finished", AnswerTail(choice("tool_calls") + USAGE), ("t", 45)),
+        (TOOLS, "finished", AnswerTail(choice("stop")), ("o", 106)),
+        (TOOLS | ENDS, "finished", AnswerTail(choice("stop")), ("e", 106)),
+        (TOOLS | ENDS, "failed", None, ("?", 106)),
+    ],
+)
+def test_redis_learns_the_end_and_the_tokens_of_the_whole_context(
+    flags: int, outcome: Outcome, tail: AnswerTail | None, expected: tuple[str, int]
+) -> None:
+    decision = Decision("r", "booked", "w", "w", "", 0, 100, False, False, 0.0, 0, False, 100, 100, session=b"sid")
+    end = end_of(bytes((flags,)), decision, outcome, tail, 6)
+    assert (end.session, end.finish, end.tokens) == (b"sid", *expected)
