@@ -38,7 +38,7 @@ from warmfleet.api.status_page import history
 from warmfleet.api.status_page.history import History
 from warmfleet.api.status_page.routes import StatusPage
 from warmfleet.api.why_routes import WhyRoutes
-from warmfleet.background import spare_files, upkeep, vouching
+from warmfleet.background import session_gauges, spare_files, upkeep, vouching
 from warmfleet.background.clock import Clock
 from warmfleet.background.hung_engines import HungEngines
 from warmfleet.background.index_health import IndexHealthWatch
@@ -412,6 +412,7 @@ def _rounds(
         ("approved", timing.view_interval_s, partial(upkeep.follow_approvals, pools, identities.templates)),
         ("policy", timing.view_interval_s, partial(upkeep.follow_policy, pools)),
         ("truth", timing.truth_interval_s, IndexHealthWatch(pools, metrics).look),
+        ("sessions", timing.truth_interval_s, partial(session_gauges.look, pools, metrics)),
         ("renew", timing.renew_interval_s, partial(upkeep.renew, pools, metrics)),
         ("counted", timing.renew_interval_s, replica.router.counting.keep),
         ("memory", MEMORY_INTERVAL_S, MemoryWatch(pools, metrics).look),

@@ -31,6 +31,7 @@ LIMIT_RESULTS = ("requests", "tokens", "unchecked")
 REJECTIONS = ("full", "displaced", "bytes", "deadline", "sessions")
 FALLBACKS = ("away", "open", "no_worker")
 _HELD_SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+SESSION_STATES = ("running", "idle", "new", "paused", "out")
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -312,6 +313,12 @@ class Metrics:
             "queue_rejections",
             "Requests that the queue refused: `full`, `displaced`, `bytes`, `deadline`, and new `sessions` of agents",
             "reason model",
+        )
+        self.sessions = self._gauge(
+            "sessions",
+            "Sessions of agents while the caches are too small for all: `running` or `idle` with a place, `new` or "
+            "`paused` without (held), `out` (neither). Every replica reads the same values: take the maximum, no sum",
+            "state model",
         )
         self.held = self._gauge(
             "held_requests", "Requests that this replica holds until the caches have room for their session", "model"

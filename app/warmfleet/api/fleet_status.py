@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.background.worker_gauges import set_worker_gauges
 from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.fleet import LedgerView, Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.identified_prompt import identify_here
-from warmfleet.pools.reasons import in_words, moved_in_words, queue_in_words
+from warmfleet.pools.reasons import in_words, ledger_in_words, moved_in_words, places_in_words, queue_in_words
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
 from warmfleet.routing.pool_choice import HOMES, MOST_ASKED, Offer, at_once, best, prices, turn_s
@@ -54,17 +54,18 @@ def gauges(pools: Pools, metrics: Metrics) -> None:
 
 async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
     """Return every worker of one model as Redis has it now or, while Redis is away, as it was last read."""
-    fresh, truth, memory, line = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {})
+    fresh, truth, memory, line, ledger = True, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}), LedgerView()
     try:
         found = await pool.fleet.workers.read()
-        truth, memory, line = (
+        truth, memory, line, ledger = (
             await pool.fleet.index.truth(found),
             await pool.fleet.index.memory(),
             await pool.fleet.queue.poll(),
+            await pool.fleet.ledger.read(),
         )
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
-    identity, moved = pool.view.identity, pools.moved(pool, found)
+    identity, moved, places = pool.view.identity, pools.moved(pool, found), places_in_words(ledger)
     return {
         "model": pool.tag,
         "served_model": pool.name,
@@ -76,6 +77,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
         "template": identity.template if identity else "none",
         "tokenizer": identity.tokenizer if identity else "none",
         "queue": queue_in_words(line),
+        "ledger": ledger_in_words(ledger),
         "ttft": pool.ttft.figures(),
         "index": {
             "entries": truth.entries,
@@ -86,6 +88,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
         },
         "workers": [
             _worker(worker, truth.workers.get(worker.worker_id), pool.tag, moved.get(worker.worker_id, ""))
+            | {"places": places.get(worker.worker_id)}
             for worker in found
         ],
     }

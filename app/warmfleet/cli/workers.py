@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
+PLACES = ("SESSIONS", "TAKEN")  # columns while the ledger of sessions binds
 WIDE = (
     *("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS"),
     "LABELS",
@@ -54,7 +55,8 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
 
     STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
     requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
-    the worker's stream that the index lacks; with ``wide`` BATCHES: the number of these. PROOF: the result of the last
+    the worker's stream that the index lacks. SESSIONS, TAKEN: sessions of agents with a place there, and how much of
+    the cache they may take they take; with ``wide`` BATCHES: the number of these. PROOF: the result of the last
     probe. DIGEST: time since the digest of its blocks was last compared with the index. HEALED: how many differences
     found are mended, and the cause of an open one. RESYNCS: snapshots of its cache that replaced its index, by cause.
     """
@@ -63,8 +65,9 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
         parts += ["", *_title(model, wide=wide)]
         workers = model["workers"]
         if workers:
-            header = HEADER + WIDE if wide else HEADER
-            parts.append(Table(header, [_row(worker, wide=wide) for worker in workers]))
+            places = PLACES if model.get("ledger") else ()
+            header = HEADER + places + (WIDE if wide else ())
+            parts.append(Table(header, [_row(worker, wide=wide, places=bool(places)) for worker in workers]))
         else:
             parts.append("no workers: `warmfleet doctor` says what is missing")
         for worker in workers:
@@ -83,6 +86,8 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
         yield Toned(state, Tone.MIND)
     if first := model["queue"]["next"]:
         yield _first_in_queue(first)
+    if ledger := model.get("ledger"):
+        yield _ledger(ledger)
     yield (
         f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
     )
@@ -93,6 +98,15 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
     yield _ttft(model["ttft"])
 
 
+def _ledger(ledger: dict[str, Any]) -> str:
+    places = f"{ledger['running'] + ledger['idle']} sessions have a place in the caches ({ledger['idle']} idle)"
+    tokens = f"{ledger['taken_tokens']:,} of {ledger['capacity_tokens']:,} tokens"
+    held = f"{ledger['held']} sessions are held"
+    if line := ledger["line"]:
+        held += f", the first for {line[0]['held_s']:.1f} s: {line[0]['because']}"
+    return f"{places}, {tokens}; {held}"
+
+
 def _first_in_queue(first: dict[str, Any]) -> str:
     where = f"{'goes to' if first['has_room'] else 'waits for'} {first['worker_id']}"
     needs_s = first["to_compute_there_s"]  # 0 if the policy predicts no time
@@ -101,7 +115,7 @@ def _first_in_queue(first: dict[str, Any]) -> str:
     return f"first in the queue: {first['prompt_tokens']} tokens, {where}{needs}, {waited}: {first['because']}"
 
 
-def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
+def _row(worker: dict[str, Any], *, wide: bool, places: bool) -> tuple[object, ...]:
     load, truth, state = worker["load"], worker["truth"], worker["state"]
     tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
     if worker["moved_to"]:
@@ -118,12 +132,20 @@ def _row(worker: dict[str, Any], *, wide: bool) -> tuple[object, ...]:
         load["speed_tps"] or "-",
         "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # None for a worker that left
         _age(truth["lag_s"]) if truth else "-",
+        *(_places(worker.get("places")) if places else ()),
     )
     if not wide:
         return narrow
     decode = load["decode_tokens"] + load["foreign_decode_tokens"]
     more = (decode, worker["url"] or "-", worker["version"] or "-", worker["proof"])
     return *narrow, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth), _labels(worker)
+
+
+def _places(told: dict[str, int] | None) -> tuple[str, str]:
+    if told is None:
+        return "-", "-"
+    share = f"{100 * told['taken_tokens'] / told['capacity_tokens']:.0f}%" if told["capacity_tokens"] else "-"
+    return f"{told['sessions']}, {told['idle']} idle" if told["idle"] else str(told["sessions"]), share
 
 
 def _labels(worker: dict[str, Any]) -> str:

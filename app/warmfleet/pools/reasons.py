@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.fleet import Place
+
 if TYPE_CHECKING:
-    from warmfleet.fleet import Line, Seen
+    from warmfleet.fleet import LedgerView, Line, Seen, Session
 
 #: The rule that decided, by the scripts' word for it, which is also the label ``why`` of ``warmfleet_decisions_total``.
 REASONS = {
@@ -29,6 +32,12 @@ LOWEST_LOAD = "it has the lowest load"  # the meaning of the word "lowest" under
 ITS_TURN = "its engine has room: it is its turn"
 ITS_WORKER_IS_BUSY = "its engine is busy, and to wait for it is cheaper than to compute the prompt on another"
 ALL_ARE_BUSY = "all engines that can serve it are busy"
+#: Why a session is held, by its state.
+HELD = {
+    "new": "it is new, and the sessions in the caches leave no room for it",
+    "paused": "it lost its place, as the sessions of its engine outgrew the cache",
+}
+FIRST_HELD = 10  # number of held sessions that are told, the first of the line
 #: Why a worker costs more than another, by the name of the term of its cost.
 TERMS = {
     "wait_s": "for what is ahead there",
@@ -98,3 +107,48 @@ def queue_in_words(line: Line) -> dict[str, Any]:
         because = ITS_TURN if first.has_room else ITS_WORKER_IS_BUSY if first.any_has_room else ALL_ARE_BUSY
         told["next"]["because"] = because
     return told
+
+
+def state_of(session: Session) -> str:
+    """Return a session's state: running or idle with a place; new or paused in the line; out (neither)."""
+    if session.place is Place.IN:
+        return "running" if session.running else "idle"
+    return session.place.name.lower()
+
+
+def ledger_in_words(ledger: LedgerView) -> dict[str, Any] | None:
+    """Put the ledger of sessions in words; None while it does not bind."""
+    if not ledger.engines:
+        return None
+    states = Counter(map(state_of, ledger.sessions))
+    line = [(session, state_of(session)) for session in ledger.held[:FIRST_HELD]]
+    return {
+        "running": states["running"],
+        "idle": states["idle"],
+        "held": states["new"] + states["paused"],
+        "taken_tokens": sum(engine.taken_tokens for engine in ledger.engines),
+        "capacity_tokens": sum(engine.capacity_tokens for engine in ledger.engines),
+        "line": [
+            {
+                "session": session.session.hex(),
+                "state": state,
+                "held_s": round(session.since_s, 1),
+                "tokens": session.tokens,
+                "because": HELD[state],
+            }
+            for session, state in line
+        ],
+    }
+
+
+def places_in_words(ledger: LedgerView) -> dict[str, dict[str, int]]:
+    """Return the places of sessions at each worker, by its id."""
+    return {
+        engine.worker_id: {
+            "sessions": engine.inside,
+            "idle": engine.idle,
+            "taken_tokens": engine.taken_tokens,
+            "capacity_tokens": engine.capacity_tokens,
+        }
+        for engine in ledger.engines
+    }

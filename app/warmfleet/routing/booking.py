@@ -10,18 +10,17 @@ import time
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.fleet import Renewal
+from warmfleet.fleet import Hint, Renewal, SessionEnd
 from warmfleet.pools.stalled_requests import Try
 from warmfleet.protocol.wire import ENDED_MARK
-from warmfleet.routing.sessions import end_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.engines.engine_connection import EngineResponse
-    from warmfleet.engines.reported_usage import AnswerTail
+    from warmfleet.engines.reported_usage import AnswerTail, Finish
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import Decision, Question, Queued, SessionEnd, Shortfall
+    from warmfleet.fleet import Decision, Question, Queued, Shortfall
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
@@ -273,3 +272,16 @@ class Booking:
             ended = end_of(self.question.session, decision, outcome, tail, 0 if record is None else record.chunks)
         self._settlements.settle_later(pool, reservation, outcome, tokens, shortfall, record, ended)
         return True
+
+
+def end_of(session: bytes, decision: Decision, outcome: Outcome, tail: AnswerTail | None, chunks: int) -> SessionEnd:
+    """Return how a request of a session ended.
+
+    session: as in the question. tail: the end of the answer, if any came. chunks: pieces of the answer, which stand for
+    its tokens if the engine does not tell them.
+    """
+    finish: Finish = "?" if tail is None else tail.finish()
+    if outcome == "finished" and session[0] & Hint.ENDS:
+        finish = "e"
+    told = 0 if tail is None else tail.context_tokens()
+    return SessionEnd(decision.session, finish, told or decision.prompt_tokens + chunks)

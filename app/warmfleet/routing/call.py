@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from warmfleet.engines.engine_priority import priority
 from warmfleet.pools.identified_prompt import as_of
 from warmfleet.prompt.request import NO_LABELS
-from warmfleet.routing.sessions import with_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,12 +122,16 @@ class Job(NamedTuple):
         prompt = as_of(self.prompt, self.request, self.pool.view)
         return self if prompt is self.prompt else self._replace(prompt=prompt)
 
+    def session_as(self, known: bytes) -> bytes:
+        """Return ``session`` with the id by which Redis knows it. known: empty if Redis told none."""
+        return self.session[:1] + known if self.session and known else self.session
+
     def admitted_in(self, booking: Booking) -> Job:
         """Return the job for another attempt, with prompt and session as known in this booking's pool.
 
         The client's limits admitted the job before, so they do not refuse another attempt.
         """
-        session = with_id(self.session, booking.session)
+        session = self.session_as(booking.session)
         job, limits = self._replace(pool=booking.pool, prompt=booking.prompt, session=session), self.call.limits
         if limits is None:
             return job

@@ -14,7 +14,6 @@ from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.request import NO_LABELS
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
-from warmfleet.routing.sessions import with_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -141,7 +140,7 @@ class Decider:
             booking.never,
             may_wait,
             displaces,
-            session=with_id(job.session, booking.session) if may_wait and not booking.apart else b"",
+            session=job.session_as(booking.session) if may_wait and not booking.apart else b"",
         )
         if job.logged:
             booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)

@@ -20,7 +20,7 @@ from warmfleet.api.status_page import routes, snapshot
 from warmfleet.api.status_page.history import EVERY_S, POINTS, SPAN_S, History, Point, columns
 from warmfleet.api.status_page.routes import FILES, HEADERS, StatusPage
 from warmfleet.errors import BadArgument, BadRequest, FleetUnavailable, NoWorker, Unauthorized, WarmfleetError
-from warmfleet.fleet import Decision, Line, Memory, Seen, Terms, Tick, Truth, WorkerState, WorkerView
+from warmfleet.fleet import Decision, LedgerView, Line, Memory, Seen, Terms, Tick, Truth, WorkerState, WorkerView
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.metrics import Metrics
 from warmfleet.pools.reasons import FALLBACK
@@ -294,7 +294,9 @@ async def test_a_redis_that_does_not_answer_keeps_nobody_waiting(monkeypatch: py
     pool: Any = SimpleNamespace(
         view=SimpleNamespace(workers=()), fleet=SimpleNamespace(index=SimpleNamespace(truth=never))
     )
-    assert await snapshot.read(pool) == snapshot.Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
+    assert await snapshot.read(pool) == snapshot.Reading(
+        False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}), LedgerView()
+    )
 
 
 async def test_nobody_looks_so_no_decision_tells_more(valkey_url: str, model: str) -> None:

@@ -12,8 +12,9 @@ from warmfleet.fleet import Decision
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
+from warmfleet.routing.booking import end_of
 from warmfleet.routing.call import NO_HINTS, Call, Hints
-from warmfleet.routing.sessions import ENDS, NAMED, TOOLS, end_of, session_of, with_id
+from warmfleet.routing.sessions import ENDS, NAMED, TOOLS, session_of
 from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -66,13 +67,6 @@ def test_a_name_is_of_one_tenant_and_wherever_the_client_gives_it() -> None:
     assert session(CHAT, Hints(b"name"), messages=USER, prompt_cache_key="other") == named
     assert session(CHAT, Hints(b"name"), flow=b"tenant-2", messages=USER)[1:] != named[1:]
     assert session(CHAT, Hints(b"other"), messages=USER)[1:] != named[1:]
-
-
-def test_an_id_that_redis_told_comes_behind_the_flags() -> None:
-    assert with_id(b"\x01", b"sid") == b"\x01sid"
-    assert with_id(b"\x03nA", b"nA") == b"\x03nA"
-    assert with_id(b"\x01", b"") == b"\x01"
-    assert with_id(b"", b"sid") == b""
 
 
 def choice(reason: str, **more: Any) -> bytes:

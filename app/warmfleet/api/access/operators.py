@@ -87,6 +87,8 @@ def without_requests(model: dict[str, Any]) -> dict[str, Any]:
     shown = {name: [] if name == "decisions" else value for name, value in model.items()}
     if model["queue"] is not None:
         shown["queue"] = model["queue"] | {"next": None}
+    if model["ledger"] is not None:
+        shown["ledger"] = model["ledger"] | {"line": []}
     return shown
 
 

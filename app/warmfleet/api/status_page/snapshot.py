@@ -11,9 +11,9 @@ from warmfleet.api.fleet_status import replica_facts
 from warmfleet.api.status_page.words import why_in_words
 from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
-from warmfleet.fleet import Line, Memory, Truth
+from warmfleet.fleet import LedgerView, Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
-from warmfleet.pools.reasons import queue_in_words
+from warmfleet.pools.reasons import ledger_in_words, places_in_words, queue_in_words
 from warmfleet.pools.ttft_window import WINDOW_S, quantiles
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ RUNGS = ("redis", "asked", "last_known", "nothing")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The data of a model in Redis. truth: about its index. memory: used by Redis. line: its queue. reached: False if
-    Redis does not answer; the other fields are then empty."""
+    """The data of a model in Redis. truth: about its index. memory: used by Redis. line: its queue. ledger: of
+    sessions. reached: False if Redis does not answer; the other fields are then empty."""
 
     reached: bool
     truth: Truth
     memory: Memory
     line: Line
+    ledger: LedgerView
     replicas: Sequence[ReplicaView] = ()
 
 
@@ -51,9 +52,10 @@ async def read(pool: Pool) -> Reading:
         async with asyncio.timeout(READ_S):
             truth = await pool.fleet.index.truth(pool.view.workers)
             memory, line = await pool.fleet.index.memory(), await pool.fleet.queue.poll()
-            return Reading(True, truth, memory, line, await pool.fleet.replicas.read())
+            ledger = await pool.fleet.ledger.read()
+            return Reading(True, truth, memory, line, ledger, await pool.fleet.replicas.read())
     except (TimeoutError, WarmfleetError):
-        return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}))
+        return Reading(False, Truth(), Memory(0, 0, ""), Line(0, 0.0, {}), LedgerView())
 
 
 def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         worker.routable for other in pools.named(pool.name) if other is not pool for worker in other.last_known.workers
     )
     avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
+    places = places_in_words(found.ledger)
     line, memory = found.line, found.memory
     queue = queue_in_words(line)
     index = {
@@ -83,6 +86,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "rung_reason": rung_in_words(pool, rung, reached=found.reached, others=others),
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
+        "ledger": ledger_in_words(found.ledger),
         "ttft": pool.ttft.figures(),
         "fleet": fleet_figures(found.replicas) if found.reached else None,
         "replicas": [replica_row(view) for view in found.replicas],
@@ -96,6 +100,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
                 known_last=rung == "last_known",
                 moved_to=moved.get(worker.worker_id, ""),
             )
+            | {"places": places.get(worker.worker_id)}
             for worker in workers
         ],
         "decided": pool.recent.decided,

@@ -2,7 +2,9 @@
 
 import { bytes, count, el, number, percent, say, seconds, write } from "./dom.js";
 import { draw } from "./plots.js";
-import { NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, replicasTable, slowTable, span, workersTable } from "./tables.js";
+import {
+  NO_WORKER, NO_WORKER_READY, decisionsTable, modelsTable, replicasTable, sessionsTable, slowTable, span, workersTable,
+} from "./tables.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000; // between two tries while the replica does not answer
@@ -25,6 +27,7 @@ const decisions = decisionsTable($("decisions"));
 const replicas = replicasTable($("replicas"));
 const slow = slowTable($("slow"));
 const models = modelsTable($("models"), choose);
+const sessions = sessionsTable($("sessions"));
 
 let last = null; // what is shown
 let before = null; // the states of the model's workers and its rung, to tell what changed
@@ -169,6 +172,8 @@ function show() {
   showHead(model);
   showPlots(model);
   showWorkers();
+  $("sessions-section").hidden = !model.ledger;
+  sessions.show(model.ledger?.line ?? []);
   if (last.hidden) decisions.empty = slow.empty = last.hidden;
   slow.show(last.slow);
   decisions.show(model.decisions);
@@ -214,7 +219,7 @@ function nextInLine(queue) {
 }
 
 function showTiles(model) {
-  const { lately, ttft, queue, index } = model;
+  const { lately, ttft, queue, index, ledger } = model;
   const all = model.fleet; // of all replicas; null while Redis is away
   const [figures, scope] = all ? [all, `${FLEET}, last minute`] : [{ ...lately, ...ttft }, `${REPLICA}, last minute`];
   const here = (text) => (all && all.replicas > 1 ? `; here ${text}` : "");
@@ -227,6 +232,8 @@ function showTiles(model) {
     ["Decisions", `${number(figures.decisions_per_s)}/s`,
       `${number(figures.fallbacks_per_s)}/s without Redis${here(`${number(lately.decisions_per_s)}/s`)}`, scope],
     ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work${nextInLine(queue)}` : away, FLEET],
+    ...(ledger ? [["Sessions held", count(ledger.held), `${count(ledger.running + ledger.idle)} have a place, ` +
+      `${count(ledger.taken_tokens)} of ${count(ledger.capacity_tokens)} tokens`, FLEET]] : []),
     ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? memoryLimit(index) : away, FLEET],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, more, scope]) =>

@@ -112,7 +112,11 @@ function state(worker) {
 function cache(worker) {
   const share = fill(worker);
   if (share === null) return ["unknown"];
-  return [...shown(share), small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
+  const held = [...shown(share), small(`${count(worker.blocks)} of ${count(worker.capacity_blocks)} blocks`)];
+  const { places } = worker;
+  if (!places) return held;
+  const taken = `${count(places.taken_tokens)} of ${count(places.capacity_tokens)} tokens`;
+  return [...held, small(`${count(places.sessions)} sessions, ${taken}`)];
 }
 
 function lag(worker) {
@@ -210,6 +214,20 @@ export function replicasTable(table) {
       { name: "Requests", number: true, by: (one) => one.in_flight, cell: (one) => [count(one.in_flight), small(`${count(one.waiting)} wait`)] },
       { name: "Decisions", number: true, by: (one) => one.decisions, cell: (one) => count(one.decisions) },
       { name: "Hit ratio", number: true, by: (one) => one.hit_ratio ?? -1, cell: (one) => percent(one.hit_ratio) },
+    ],
+  });
+}
+
+export function sessionsTable(table) {
+  return new Table(table, {
+    caption: "The held sessions, first those that came first",
+    keyOf: (session) => session.session,
+    empty: "No session is held, or this host may not see sessions.",
+    columns: [
+      { name: "Session", cell: (session) => el("span", { class: "name" }, session.session) },
+      { name: "State", cell: (session) => session.state },
+      { name: "Held for", number: true, cell: (session) => [seconds(session.held_s), small(`${count(session.tokens)} tokens`)] },
+      { name: "Why", words: true, cell: (session) => session.because },
     ],
   });
 }

@@ -1,0 +1,165 @@
+"""Sessions of agents in a replica and a real Redis: one has a place, the others are held, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import struct
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
+
+from warmfleet.cli import workers
+from warmfleet.cli.terminal.output import Table
+from warmfleet.fleet import LedgerView, Place, Question
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+STATE = struct.Struct(">10d")  # as lua/parts/shared/sessions.lua packs it
+BINDS_MS = 50_000  # for which the ledger binds although no engine is busy
+LONG, SHORT = 6_000, 4  # tokens of an answer: one that runs until the test hangs up, and one that ends at once
+
+
+def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
+    rng = random.Random(seed)
+    prompt, usage = [rng.randint(10, 900) for _ in range(300)], {"include_usage": True}
+    return {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": usage}
+
+
+@asynccontextmanager
+async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Replica]:
+    """A replica whose ledger binds, with one engine that has room for the context of one session only."""
+    async with (
+        simulated(redis_url, model, speed="trace"),
+        replica(redis_url, model, max_engine_wait_s=0.0, **settings) as router,
+    ):
+        await router.routable(1)
+        fleet = router.fleet
+        await fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 10_000_000, "cost"))
+
+        async def binds() -> bool:
+            until = 1_000 * time.time() + BINDS_MS
+            await fleet.redis.hset(fleet.keys.places, "", STATE.pack(0, 20_000, 60_000, 0, until, 0, 20_000, 0, 1, 1))
+            await note_that_it_binds(router)
+            return bool((await fleet.ledger.read()).engines)
+
+        await poll(binds, 30, "the ledger binds", every_s=0.2)
+        yield router
+        await fleet.bookings.settle("wf-0busy", "finished")
+
+
+async def note_that_it_binds(router: Replica) -> None:
+    fleet = router.fleet
+    tick: Any = await fleet.redis.get(fleet.keys.tick)
+    if not tick.endswith(b" B"):
+        await fleet.redis.set(fleet.keys.tick, tick + b" B")
+
+
+def ask(
+    router: Replica, name: str, seed: int, max_tokens: int = SHORT, headers: dict[str, str] | None = None
+) -> asyncio.Task[Any]:
+    sent, named = body(seed, max_tokens), {"X-Warmfleet-Session": name} | (headers or {})
+    return asyncio.create_task(router.post(sent, **named))
+
+
+async def seen(router: Replica, what: str, **counts: int) -> LedgerView:
+    """Return the ledger once it has these numbers of sessions, by the names of Place."""
+
+    async def counted() -> LedgerView | None:
+        view = await router.fleet.ledger.read()
+        numbers = {name: sum(session.place is Place[name] for session in view.sessions) for name in counts}
+        return view if numbers == counts else None
+
+    found = await poll(counted, 30, what)
+    assert isinstance(found, LedgerView)
+    return found
+
+
+async def first_has_a_place(router: Replica) -> asyncio.Task[Any]:
+    first = ask(router, "first", 1, LONG)
+    await seen(router, "the first session has a place", IN=1)
+
+    async def looked() -> bool:
+        return any(engine.taken_tokens for engine in (await router.fleet.ledger.read()).engines)
+
+    await poll(looked, 30, "the ledger counts its context")
+    return first
+
+
+async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: str) -> None:
+    async with bound(valkey_url, model, truth_interval_s=0.2) as router:
+        first = await first_has_a_place(router)
+        second = ask(router, "second", 2, headers={"X-Request-Id": "held"})
+        await seen(router, "the second is held", IN=1, NEW=1)
+        third = ask(router, "third", 3)
+        await seen(router, "two are held", IN=1, NEW=2)
+        assert await router.metric("warmfleet_held_requests") == 2
+        await poll(lambda: says(router, 'warmfleet_sessions{state="new"}', 2), 30, "the gauge tells it")
+        (told,) = json.loads((await router.get("/workers"))[1])["models"]
+        assert (told["ledger"]["running"], told["ledger"]["held"], len(told["ledger"]["line"])) == (1, 2, 2)
+        assert told["ledger"]["line"][0]["because"].startswith("it is new")
+        assert told["workers"][0]["places"]["sessions"] == 1
+        printed = [part for part in workers.parts_of({"models": [told]}) if isinstance(part, Table)]
+        assert printed[0].header[-2:] == ("SESSIONS", "TAKEN")
+        third.cancel()
+        await seen(router, "the client that hung up is in line no more", IN=1, NEW=1)
+        first.cancel()
+        assert (await second)[0] == 200
+        (why,) = json.loads((await router.get("/why?id=held"))[1])["requests"]
+        assert (why["held"], why["ahead"]) == ("new", 0)
+        assert why["held_ms"] > 0
+        assert "held until the caches have room for its session (it was new, 0 sessions before it)" in why["because"]
+        await poll(lambda: says(router, "warmfleet_held_requests", 0), 10, "nobody is held")
+        await seen(router, "its answer called no tool, so it gave up its place", IN=0, NEW=0, PAUSED=0)
+
+
+async def says(router: Replica, metric: str, value: float) -> bool:
+    return await router.metric(metric) == value
+
+
+async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_url: str, model: str) -> None:
+    async with bound(valkey_url, model) as router:
+        assert (await ask(router, "only", 1, 7))[0] == 200
+        (session,) = (await seen(router, "it ended", OUT=1)).sessions
+        assert (session.tokens, session.running, session.calls_tools) == (307, 0, False)
+        assert (await ask(router, "only", 1, 7, {"X-Warmfleet-Conversation": "ended"}))[0] == 200
+        await seen(router, "Redis forgets it", OUT=0, IN=0)
+
+
+async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str, model: str) -> None:
+    async with bound(valkey_url, model, session_wait_max_s=1.0) as router:
+        first = await first_has_a_place(router)
+        status, headers, answer = await ask(router, "second", 2)
+        error = json.loads(answer)["error"]
+        assert (status, error["code"]) == (429, "overloaded")
+        assert "0 sessions wait before it" in error["message"]
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert await router.metric('warmfleet_queue_rejections_total{reason="sessions"}') == 1
+        await seen(router, "it does not stand in the line", IN=1, NEW=0)
+        first.cancel()
+
+
+async def test_nobody_is_held_by_a_redis_that_lost_everything(valkey_url: str, model: str) -> None:
+    async with bound(valkey_url, model) as router:
+        first = await first_has_a_place(router)
+        second = ask(router, "second", 2)
+        await seen(router, "it is held", IN=1, NEW=1)
+        keys = router.fleet.keys
+        await router.fleet.redis.unlink(keys.sessions, keys.session_line, keys.places, keys.tick)
+        async with asyncio.timeout(10):
+            assert (await second)[0] == 200
+        first.cancel()
+
+
+async def test_without_a_limit_for_sessions_there_is_no_ledger(valkey_url: str, model: str) -> None:
+    async with simulated(valkey_url, model), replica(valkey_url, model, session_wait_max_s=0.0) as router:
+        await router.routable(1)
+        await note_that_it_binds(router)
+        assert (await ask(router, "only", 1))[0] == 200
+        assert await router.fleet.redis.exists(router.fleet.keys.sessions) == 0
