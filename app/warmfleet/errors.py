@@ -127,7 +127,7 @@ class HeadersTooLarge(WarmfleetError):
 
 
 class Overloaded(WarmfleetError):
-    """The queue is full."""
+    """The queue is full, or too many sessions wait for room in the caches."""
 
     status, type, code = 429, "rate_limit_error", "overloaded"
 

@@ -61,7 +61,7 @@ def test_only_requests_of_one_answer_to_one_prompt_take_part(path: str) -> None:
 
 def test_a_name_is_of_one_tenant_and_wherever_the_client_gives_it() -> None:
     named = session(CHAT, Hints(b"name"), messages=USER)
-    assert (named[0], named[1:2], len(named)) == (NAMED, b"n", 10)
+    assert (named[0], named[1:2], len(named)) == (NAMED, b"n", 14)
     assert session(CHAT, messages=USER, prompt_cache_key="name") == named
     assert session(RESPONSES, input="text", prompt_cache_key="name", previous_response_id="r") == named
     assert session(CHAT, Hints(b"name"), messages=USER, prompt_cache_key="other") == named
