@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 REASONS = {
     "lowest": "it has the lowest predicted cost",
     "home": "the home of the request's session",
+    "place": "its session has a place in this engine's cache",
     "prefix": "it holds more of the prompt than the others",
     "pressure": "its cache has the most room: it evicts least, or is the least full",
     "flight": "it has the fewest requests in flight",

@@ -275,13 +275,13 @@ class Booking:
 
 
 def end_of(session: bytes, decision: Decision, outcome: Outcome, tail: AnswerTail | None, chunks: int) -> SessionEnd:
-    """Return how a request of a session ended.
+    """Return how a request of a session ended. If the engine never got it, the session needs no place in this pool.
 
     session: as in the question. tail: the end of the answer, if any came. chunks: pieces of the answer, which stand for
     its tokens if the engine does not tell them.
     """
     finish: Finish = "?" if tail is None else tail.finish()
-    if outcome == "finished" and session[0] & Hint.ENDS:
+    if outcome == "unsent" or (outcome == "finished" and session[0] & Hint.ENDS):
         finish = "e"
     told = 0 if tail is None else tail.context_tokens()
     return SessionEnd(decision.session, finish, told or decision.prompt_tokens + chunks)

@@ -282,6 +282,7 @@ class LinePolls(Polls[bytes]):
 
     async def _ask(self, leaving: list[bytes]) -> None:
         held, poll = [*dict.fromkeys(self._sessions.values())], self.pool.fleet.ledger.poll
+        self.pool.idle.wake()  # an idle pool would tick too rarely to let sessions in
         for start in range(0, len(leaving), HOLD_AT_ONCE):
             await poll((), leaving[start : start + HOLD_AT_ONCE])
         for start in range(0, len(held), HOLD_AT_ONCE):

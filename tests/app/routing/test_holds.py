@@ -107,7 +107,7 @@ async def test_a_client_that_hangs_up_leaves_the_line(in_line: int) -> None:
     sent = [asyncio.create_task(fixture.queue.admit(*each)) for each in made]
     await fixture.held(in_line)
     for task, (_, attempt) in zip(sent, made, strict=True):
-        assert fixture.first.held == {b"nA"}, "a request of the session waits"
+        assert (fixture.first.held, fixture.first.asked) == ({b"nA"}, in_line), "a request of the session waits on"
         task.cancel()
         await asyncio.wait([task])
         attempt.release("cancelled")

@@ -115,6 +115,7 @@ def test_a_call_that_comes_in_two_pieces_is_seen(at: int) -> None:
         (TOOLS, "finished", AnswerTail(choice("stop")), ("o", 106)),
         (TOOLS | ENDS, "finished", AnswerTail(choice("stop")), ("e", 106)),
         (TOOLS | ENDS, "failed", None, ("?", 106)),
+        (TOOLS, "unsent", None, ("e", 106)),
     ],
 )
 def test_redis_learns_the_end_and_the_tokens_of_the_whole_context(
