@@ -63,6 +63,7 @@ def worker(number: int, state: str = "proven", **other: Any) -> dict[str, Any]:
         "lag_batches": rng.choice((0, 0, 2)),
         "lag_s": 0.03,
         "diverged": False,
+        "places": None,
     }
     return found | other
 
@@ -167,6 +168,7 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
             "work_s": 1.3,
             "next": {"worker_id": "gpu-02.0", "waited_s": 1.5, "to_compute_s": 0.4, "has_room": False, "because": "so"},
         },
+        "ledger": None,
         "ttft": {"requests": 840, "p50_s": 0.16, "p90_s": 0.41, "p99_s": 0.72, "objective_s": 0.0, "in_force_s": 0.0},
         "fleet": {
             "replicas": 3,
@@ -258,6 +260,16 @@ def two_models() -> dict[str, Any]:
     return fleet(model(), other)
 
 
+def overfull() -> dict[str, Any]:
+    """A fleet whose caches are too small for the contexts of all agents."""
+    places = {"sessions": 9, "idle": 4, "taken_tokens": 310_000, "capacity_tokens": 400_000}
+    row = {"session": "70" + "5a" * 12, "state": "paused", "held_s": 12.3, "tokens": 41_000}
+    line = [row | {"because": "it lost its place, as the sessions of its engine outgrew the cache"}]
+    line.append(row | {"session": "6e" + "c3" * 12, "state": "new", "because": "it is new"})
+    ledger = {"running": 5, "idle": 4, "held": 2, "taken_tokens": 310_000, "capacity_tokens": 400_000, "line": line}
+    return fleet(model(workers=[worker(1, places=places), worker(2)], ledger=ledger))
+
+
 def many() -> dict[str, Any]:
     states = {7: "silent", 12: "draining", 30: "load-only", 41: "pending"}
     workers = [worker(number, states.get(number, "proven")) for number in range(1, 64)]
@@ -270,6 +282,7 @@ FLEETS: dict[str, Callable[[], dict[str, Any]]] = {
     "empty": empty,
     "degraded": degraded,
     "two models": two_models,
+    "overfull": overfull,
     "64 workers": many,
 }
 

@@ -157,7 +157,7 @@ async def _the_key_is_asked_for(look: Look) -> None:
     assert await page.evaluate("localStorage.length + document.cookie.length") == 0
 
 
-@pytest.mark.long(minutes=1, shows="the status page in a browser: five fleets, both themes, a phone, the keyboard")
+@pytest.mark.long(minutes=1, shows="the status page in a browser: six fleets, both themes, a phone, the keyboard")
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", FLEETS)
 async def test_every_fleet_is_shown_without_a_fault(
@@ -175,6 +175,12 @@ async def test_every_fleet_is_shown_without_a_fault(
         assert await look.page.locator("img, script:not([src])").count() == 0
         if name == "64 workers":
             await _sorted_and_filtered(look.page)
+        if name == "overfull":
+            await expect(look.page.locator("#sessions tbody tr")).to_have_count(2)
+            await expect(look.page.locator("#tiles")).to_contain_text("Sessions held")
+            await expect(look.page.locator("#workers")).to_contain_text("9 sessions, 310,000 of 400,000 tokens")
+        else:
+            await expect(look.page.locator("#sessions-section")).to_be_hidden()
         if name == "empty":
             await expect(look.page.locator("#rung-reason.bad")).to_contain_text(
                 "No worker has joined, so requests get 503"
@@ -196,7 +202,7 @@ async def _sorted_and_filtered(page: Page) -> None:
     assert 0 < shown < 64
 
 
-@pytest.mark.long(minutes=1, shows="the status page in a browser: five fleets, both themes, a phone, the keyboard")
+@pytest.mark.long(minutes=1, shows="the status page in a browser: six fleets, both themes, a phone, the keyboard")
 async def test_screenshots(valkey_url: str, model: str, tmp_path: Path) -> None:
     async with replica(valkey_url, model, admin_port=1) as router:
         files = await shoot(router.operators, tmp_path)

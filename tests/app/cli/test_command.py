@@ -257,6 +257,20 @@ class TestWorkers:
         for truth, end in ((None, "- +- +- +- +-$"), (at_rest, "0 of 0 +- +-$")):
             assert re.search(end, shown(WORKER | {"truth": truth}, wide=True), re.MULTILINE)
 
+    def test_sessions_have_columns_and_a_line_while_the_caches_are_too_small(self) -> None:
+        assert "SESSIONS" not in shown(WORKER, ledger=None)
+        held = {"held_s": 12.34, "because": "it is new"}
+        ledger = {"running": 5, "idle": 4, "held": 2, "taken_tokens": 31_000, "capacity_tokens": 40_000, "line": [held]}
+        places = {"sessions": 9, "idle": 4, "taken_tokens": 31_000, "capacity_tokens": 40_000}
+        printed = shown(WORKER | {"places": places}, ledger=ledger)
+        line = "9 sessions have a place in the caches (4 idle), 31,000 of 40,000 tokens; "
+        assert line + "2 sessions are held, the first for 12.3 s: it is new\n" in printed
+        assert re.search(r" SESSIONS +TAKEN\n.* 9, 4 idle +78%\n", printed)
+        assert "0 sessions are held\n" in shown(WORKER, ledger=ledger | {"held": 0, "line": []})
+        full = places | {"idle": 0, "capacity_tokens": 0}
+        assert re.search(r" 9 +-\n", shown(WORKER | {"places": full}, ledger=ledger))
+        assert re.search(r" - +-\n", shown(WORKER | {"places": None}, ledger=ledger))
+
     def test_it_is_watched_until_ctrl_c_also_while_no_replica_answers(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

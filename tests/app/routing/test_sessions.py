@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import pytest
+from tests.support.engines.scripted import STREAM_HEAD, Engine, Seen, chunk, event, reply
+from tests.support.polling import poll
 
 from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
 from warmfleet.fleet import Decision
+from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
@@ -18,6 +25,10 @@ from warmfleet.routing.sessions import ENDS, NAMED, TOOLS, session_of
 from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
+    from tests.support.engines.scripted import Answer
+    from tests.support.replicas.replica import Replica
+
+    from warmfleet.fleet import Question, SessionEnd, Shortfall
     from warmfleet.fleet.bookings import Outcome
 
 USER = [{"role": "user", "content": "text"}]
@@ -124,3 +135,96 @@ def test_redis_learns_the_end_and_the_tokens_of_the_whole_context(
     decision = Decision("r", "booked", "w", "w", "", 0, 100, False, False, 0.0, 0, False, 100, 100, session=b"sid")
     end = end_of(bytes((flags,)), decision, outcome, tail, 6)
     assert (end.session, end.finish, end.tokens) == (b"sid", *expected)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[SessionEnd | None]:
+    """What Redis was told of the ends of requests that all have a session, if they ask for it."""
+    told: list[SessionEnd | None] = []
+    decision, command = Bookings.decision, Bookings.settle_command
+
+    def with_session(bookings: Bookings, question: Question, answer: list[Any]) -> Decision:
+        return replace(decision(bookings, question, answer), session=question.session and b"sid")
+
+    def noted(
+        bookings: Bookings,
+        reservation: str,
+        outcome: Outcome,
+        tokens: int = 0,
+        shortfall: Shortfall | None = None,
+        session: SessionEnd | None = None,
+    ) -> bytes:
+        if outcome not in ("started", "due"):
+            told.append(session)
+        return command(bookings, reservation, outcome, tokens, shortfall)
+
+    monkeypatch.setattr(Bookings, "decision", with_session)
+    monkeypatch.setattr(Bookings, "settle_command", noted)
+    return told
+
+
+def events(*pieces: bytes, ends: bool = True) -> Answer:
+    """An engine that streams these pieces; unless it ``ends``, it breaks off."""
+
+    async def answer(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for piece in pieces:
+            chunk(writer, piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        if ends:
+            chunk(writer, b"")
+        else:
+            writer.close()
+
+    return answer
+
+
+async def whole(_engine: Engine, _seen: Seen, writer: asyncio.StreamWriter) -> None:
+    reply(writer, b'{"choices":[{"message":{},"finish_reason":"tool_calls"}],' + USAGE[1:])
+
+
+TOOL_CHAT = {"messages": USER, "tools": [FUNCTION], "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answers", "expected"),
+    [
+        (CHAT, TOOL_CHAT, events(event("word"), b"data: " + choice("tool_calls") + b"\n\n", b"data: [DONE]\n\n"), "t"),
+        (CHAT, TOOL_CHAT, events(event("word"), b"data: " + choice("stop") + b"\n\n"), "o"),
+        (CHAT, TOOL_CHAT, events(event("word"), ends=False), "?"),
+        (CHAT, TOOL_CHAT | {"stream": False}, whole, "t"),
+        (RESPONSES, {"input": "text", "tools": [RESPONSE], "stream": True}, events(CALL, COMPLETED % MANY), "t"),
+        (RESPONSES, {"input": "text", "tools": [RESPONSE], "stream": True}, events(COMPLETED % MANY), "o"),
+    ],
+)
+async def test_the_end_of_a_relayed_answer_reaches_redis(
+    replica_and_engine: tuple[Replica, Engine],
+    ends: list[SessionEnd | None],
+    path: str,
+    body: dict[str, Any],
+    answers: Answer,
+    expected: str,
+) -> None:
+    router, upstream = replica_and_engine
+    upstream.answer = answers
+    with suppress(aiohttp.ClientPayloadError):
+        await router.post({"model": upstream.model, "max_tokens": 8} | body, path)
+    await poll(lambda: bool(ends), 10, "the request ended")
+    (end,) = ends
+    assert end is not None
+    assert (end.session, end.finish) == (b"sid", expected)
+    assert end.tokens > 0
+
+
+async def test_of_a_request_without_a_session_nothing_is_kept(
+    replica_and_engine: tuple[Replica, Engine], ends: list[SessionEnd | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, upstream = replica_and_engine
+    upstream.answer = events(event("word"), b"data: " + choice("stop") + b"\n\n")
+    kept = list[bytes]()
+    monkeypatch.setattr(AnswerTail, "finish", lambda tail: kept.append(tail._tail))
+    prompts = {"model": upstream.model, "prompt": ["one", "two"], "max_tokens": 8, "stream": True}
+    assert (await router.post(prompts))[0] == 200
+    await poll(lambda: bool(ends), 10, "the request ended")
+    assert (ends, kept) == ([None], [])
