@@ -202,6 +202,8 @@ class _Comparison:
             if own.answer is None:
                 self._pass_over(own.pool, own.error)
             return None
+        if line.hold is not None:  # another pool would be asked without the session
+            return line
         others = [pool for pool in self._candidates()[:HOMES] if pool is not own.pool and not pool.draining]
         asked = [own, *await self._ask(others[:1], may_wait=False)]
         cheapest = self._cheapest(asked)

@@ -225,6 +225,11 @@ async def test_of_two_pools_the_one_with_the_shorter_line_is_taken_and_the_other
     second.hold = replace(second.hold, predicted_s=3.0)
     fixture.script("hold", "hold book")
     assert (await fixture.admit(fixture.agent(2)))[0] == "m#2"
+    asked = second.asked
+    fixture.script("hold hold hold book", "hold")
+    second.hold = replace(second.hold, predicted_s=9.0)
+    assert (await fixture.admit(fixture.agent(2)))[0] == "m#1"
+    assert second.asked == asked + 1, "a session that is held looks for no other pool"
     fixture.script("hold", "book")
     second.cost_s = 1.0
     assert (await fixture.admit(fixture.agent(2)))[0] == "m#2", "1 s there costs less than half of 8 s"
