@@ -8,6 +8,7 @@ import random
 import struct
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.support.engines.simulated import simulated
@@ -16,13 +17,14 @@ from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.cli import workers
 from warmfleet.cli.terminal.output import Table
-from warmfleet.fleet import LedgerView, Place, Question
+from warmfleet.fleet import LedgerView, Place, Question, Spans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 STATE = struct.Struct(">10d")  # as lua/parts/shared/sessions.lua packs it
 BINDS_MS = 50_000  # for which the ledger binds although no engine is busy
+STEP_S = 0.05  # time of the engine for a token, so that a long answer outlives every wait of a test
 LONG, SHORT = 6_000, 4  # tokens of an answer: one that runs until the test hangs up, and one that ends at once
 
 
@@ -36,11 +38,13 @@ def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
 async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Replica]:
     """A replica whose ledger binds, with one engine that has room for the context of one session only."""
     async with (
-        simulated(redis_url, model, speed="trace"),
+        simulated(redis_url, model, speed="trace") as slow,
         replica(redis_url, model, max_engine_wait_s=0.0, **settings) as router,
     ):
+        slow.engine.core.costs = replace(slow.engine.core.costs, base_s=STEP_S)
         await router.routable(1)
         fleet = router.fleet
+        fleet.use(spans=Spans(lease_ms=600_000))
         await fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 10_000_000, "cost"))
 
         async def binds() -> bool:
