@@ -22,10 +22,12 @@ from warmfleet.fleet import LedgerView, Place, Question, Spans
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from warmfleet_loadtest.engine import Engine
+
 STATE = struct.Struct(">10d")  # as lua/parts/shared/sessions.lua packs it
 BINDS_MS = 50_000  # for which the ledger binds although no engine is busy
-STEP_S = 0.05  # time of the engine for a token, so that a long answer outlives every wait of a test
-LONG, SHORT = 6_000, 4  # tokens of an answer: one that runs until the test hangs up, and one that ends at once
+STEP_S = 0.05  # time of the engine for a token, until a test makes it faster
+LONG, SHORT = 1_500, 4  # tokens of an answer: one that outlives every wait of a test, and one that ends soon
 
 
 def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
@@ -35,8 +37,8 @@ def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Replica]:
-    """A replica whose ledger binds, with one engine that has room for the context of one session only."""
+async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[tuple[Replica, Engine]]:
+    """A replica whose ledger binds, and its one engine, which has room for the context of one session only."""
     async with (
         simulated(redis_url, model, speed="trace") as slow,
         replica(redis_url, model, max_engine_wait_s=0.0, **settings) as router,
@@ -49,12 +51,12 @@ async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[Re
 
         async def binds() -> bool:
             until = 1_000 * time.time() + BINDS_MS
-            await fleet.redis.hset(fleet.keys.places, "", STATE.pack(0, 20_000, 60_000, 0, until, 0, 20_000, 0, 1, 1))
+            await fleet.redis.hset(fleet.keys.places, "", STATE.pack(0, 20_000, 60_000, 0, until, 0, 1, 0, 1, 1))
             await note_that_it_binds(router)
             return bool((await fleet.ledger.read()).engines)
 
         await poll(binds, 30, "the ledger binds", every_s=0.2)
-        yield router
+        yield router, slow.engine
         await fleet.bookings.settle("wf-0busy", "finished")
 
 
@@ -97,7 +99,7 @@ async def first_has_a_place(router: Replica) -> asyncio.Task[Any]:
 
 
 async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: str) -> None:
-    async with bound(valkey_url, model, truth_interval_s=0.2) as router:
+    async with bound(valkey_url, model, truth_interval_s=0.2) as (router, engine):
         first = await first_has_a_place(router)
         second = ask(router, "second", 2, headers={"X-Request-Id": "held"})
         await seen(router, "the second is held", IN=1, NEW=1)
@@ -113,8 +115,8 @@ async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: 
         assert printed[0].header[-2:] == ("SESSIONS", "TAKEN")
         third.cancel()
         await seen(router, "the client that hung up is in line no more", IN=1, NEW=1)
-        first.cancel()
-        assert (await second)[0] == 200
+        engine.core.costs = replace(engine.core.costs, base_s=0.0)
+        assert (await first)[0] == (await second)[0] == 200
         (why,) = json.loads((await router.get("/why?id=held"))[1])["requests"]
         assert (why["held"], why["ahead"]) == ("new", 0)
         assert why["held_ms"] > 0
@@ -128,7 +130,7 @@ async def says(router: Replica, metric: str, value: float) -> bool:
 
 
 async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_url: str, model: str) -> None:
-    async with bound(valkey_url, model) as router:
+    async with bound(valkey_url, model) as (router, _):
         assert (await ask(router, "only", 1, 7))[0] == 200
         (session,) = (await seen(router, "it ended", OUT=1)).sessions
         assert (session.tokens, session.running, session.calls_tools) == (307, 0, False)
@@ -137,7 +139,7 @@ async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_ur
 
 
 async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str, model: str) -> None:
-    async with bound(valkey_url, model, session_wait_max_s=1.0) as router:
+    async with bound(valkey_url, model, session_wait_max_s=1.0) as (router, _):
         first = await first_has_a_place(router)
         status, headers, answer = await ask(router, "second", 2)
         error = json.loads(answer)["error"]
@@ -150,7 +152,7 @@ async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str,
 
 
 async def test_nobody_is_held_by_a_redis_that_lost_everything(valkey_url: str, model: str) -> None:
-    async with bound(valkey_url, model) as router:
+    async with bound(valkey_url, model) as (router, _):
         first = await first_has_a_place(router)
         second = ask(router, "second", 2)
         await seen(router, "it is held", IN=1, NEW=1)
