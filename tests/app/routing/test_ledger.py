@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import struct
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from tests.support.engines.simulated import simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
@@ -18,16 +18,20 @@ from tests.support.replicas.replica import Replica, replica
 from warmfleet.cli import workers
 from warmfleet.cli.terminal.output import Table
 from warmfleet.fleet import LedgerView, Place, Question, Spans
+from warmfleet.routing import router as router_module
+from warmfleet.routing.sessions import TOOLS, session_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.prompt.request import Request
+    from warmfleet.routing.call import Call
     from warmfleet_loadtest.engine import Engine
 
-STATE = struct.Struct(">10d")  # as lua/parts/shared/sessions.lua packs it
-BINDS_MS = 50_000  # for which the ledger binds although no engine is busy
 STEP_S = 0.05  # time of the engine for a token, until a test makes it faster
 LONG, SHORT = 1_500, 4  # tokens of an answer: one that outlives every wait of a test, and one that ends soon
+BUSY = 65_535
 
 
 def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
@@ -36,12 +40,24 @@ def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": usage}
 
 
+@pytest.fixture(autouse=True)
+def declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each request declare tools, which simulated engines refuse."""
+
+    def with_tools(call: Call, request: Request, prompt: IdentifiedPrompt) -> bytes:
+        session = session_of(call, request, prompt)
+        return bytes([session[0] | TOOLS]) + session[1:]
+
+    monkeypatch.setattr(router_module, "session_of", with_tools)
+
+
 @asynccontextmanager
 async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[tuple[Replica, Engine]]:
     """A replica whose ledger binds, and its one engine, which has room for the context of one session only."""
+    chosen = {"max_engine_wait_s": 0.0, "session_wait_max_s": 100_000.0} | settings
     async with (
         simulated(redis_url, model, speed="trace") as slow,
-        replica(redis_url, model, max_engine_wait_s=0.0, **settings) as router,
+        replica(redis_url, model, **chosen) as router,
     ):
         slow.engine.core.costs = replace(slow.engine.core.costs, base_s=STEP_S)
         await router.routable(1)
@@ -50,28 +66,21 @@ async def bound(redis_url: str, model: str, **settings: Any) -> AsyncIterator[tu
         await fleet.bookings.decide(Question("wf-0busy", (), 10_000_000, 10_000_000, "cost"))
 
         async def binds() -> bool:
-            until = 1_000 * time.time() + BINDS_MS
-            await fleet.redis.hset(fleet.keys.places, "", STATE.pack(0, 20_000, 60_000, 0, until, 0, 1, 0, 1, 1))
-            await note_that_it_binds(router)
+            (worker,) = await fleet.workers.read()
+            now = int(1_000 * time.time()) % 2**32
+            row = replace(worker.load, blocks=worker.load.capacity_blocks, busy_share=BUSY, since_ms=now)
+            await fleet.redis.hset(fleet.keys.load, worker.worker_id, row.pack(worker.worker_id))
             return bool((await fleet.ledger.read()).engines)
 
-        await poll(binds, 30, "the ledger binds", every_s=0.2)
+        await poll(binds, 30, "the ledger binds", every_s=0.1)
         yield router, slow.engine
         await fleet.bookings.settle("wf-0busy", "finished")
 
 
-async def note_that_it_binds(router: Replica) -> None:
-    fleet = router.fleet
-    tick: Any = await fleet.redis.get(fleet.keys.tick)
-    if not tick.endswith(b" B"):
-        await fleet.redis.set(fleet.keys.tick, tick + b" B")
-
-
 def ask(
-    router: Replica, name: str, seed: int, max_tokens: int = SHORT, headers: dict[str, str] | None = None
+    router: Replica, seed: int, max_tokens: int = SHORT, headers: dict[str, str] | None = None
 ) -> asyncio.Task[Any]:
-    sent, named = body(seed, max_tokens), {"X-Warmfleet-Session": name} | (headers or {})
-    return asyncio.create_task(router.post(sent, **named))
+    return asyncio.create_task(router.post(body(seed, max_tokens), **(headers or {})))
 
 
 async def seen(router: Replica, what: str, **counts: int) -> LedgerView:
@@ -88,24 +97,23 @@ async def seen(router: Replica, what: str, **counts: int) -> LedgerView:
 
 
 async def first_has_a_place(router: Replica) -> asyncio.Task[Any]:
-    first = ask(router, "first", 1, LONG)
+    first = ask(router, 1, LONG)
     await seen(router, "the first session has a place", IN=1)
-
-    async def looked() -> bool:
-        return any(engine.taken_tokens for engine in (await router.fleet.ledger.read()).engines)
-
-    await poll(looked, 30, "the ledger counts its context")
     return first
+
+
+async def says(router: Replica, metric: str, value: float) -> bool:
+    return await router.metric(metric) == value
 
 
 async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model, truth_interval_s=0.2) as (router, engine):
         first = await first_has_a_place(router)
-        second = ask(router, "second", 2, headers={"X-Request-Id": "held"})
+        second = ask(router, 2, headers={"X-Request-Id": "held"})
         await seen(router, "the second is held", IN=1, NEW=1)
-        third = ask(router, "third", 3)
+        third = ask(router, 3, headers={"X-Warmfleet-Session": "third"})
         await seen(router, "two are held", IN=1, NEW=2)
-        assert await router.metric("warmfleet_held_requests") == 2
+        await poll(lambda: says(router, "warmfleet_held_requests", 2), 30, "the replica holds both")
         await poll(lambda: says(router, 'warmfleet_sessions{state="new"}', 2), 30, "the gauge tells it")
         (told,) = json.loads((await router.get("/workers"))[1])["models"]
         assert (told["ledger"]["running"], told["ledger"]["held"], len(told["ledger"]["line"])) == (1, 2, 2)
@@ -125,23 +133,22 @@ async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: 
         await seen(router, "its answer called no tool, so it gave up its place", IN=0, NEW=0, PAUSED=0)
 
 
-async def says(router: Replica, metric: str, value: float) -> bool:
-    return await router.metric(metric) == value
-
-
 async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model) as (router, _):
-        assert (await ask(router, "only", 1, 7))[0] == 200
+        named = {"X-Warmfleet-Session": "only"}
+        status, headers, _answer = await ask(router, 1, 7, named)
+        assert status == 200
         (session,) = (await seen(router, "it ended", OUT=1)).sessions
-        assert (session.tokens, session.running, session.calls_tools) == (307, 0, False)
-        assert (await ask(router, "only", 1, 7, {"X-Warmfleet-Conversation": "ended"}))[0] == 200
+        context = int(headers["x-warmfleet-prompt-tokens"]) + 7
+        assert (session.tokens, session.running, session.calls_tools) == (context, 0, False)
+        assert (await ask(router, 1, 7, named | {"X-Warmfleet-Conversation": "ended"}))[0] == 200
         await seen(router, "Redis forgets it", OUT=0, IN=0)
 
 
 async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model, session_wait_max_s=1.0) as (router, _):
         first = await first_has_a_place(router)
-        status, headers, answer = await ask(router, "second", 2)
+        status, headers, answer = await ask(router, 2)
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (429, "overloaded")
         assert "0 sessions wait before it" in error["message"]
@@ -154,18 +161,10 @@ async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str,
 async def test_nobody_is_held_by_a_redis_that_lost_everything(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model) as (router, _):
         first = await first_has_a_place(router)
-        second = ask(router, "second", 2)
+        second = ask(router, 2)
         await seen(router, "it is held", IN=1, NEW=1)
         keys = router.fleet.keys
         await router.fleet.redis.unlink(keys.sessions, keys.session_line, keys.places, keys.tick)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             assert (await second)[0] == 200
         first.cancel()
-
-
-async def test_without_a_limit_for_sessions_there_is_no_ledger(valkey_url: str, model: str) -> None:
-    async with simulated(valkey_url, model), replica(valkey_url, model, session_wait_max_s=0.0) as router:
-        await router.routable(1)
-        await note_that_it_binds(router)
-        assert (await ask(router, "only", 1))[0] == 200
-        assert await router.fleet.redis.exists(router.fleet.keys.sessions) == 0
