@@ -176,7 +176,7 @@ async def test_sessions_are_let_in_until_most_of_the_cache_is_theirs(sessions: S
     assert isinstance(told, Queued)
     assert told.hold is not None
     assert (told.outcome, told.hold.ahead, told.hold.in_line, told.hold.paused) == ("held", 0, 1, False)
-    assert told.hold.predicted_s > 0
+    assert 0 < told.hold.predicted_s < 120, "two places end now and then"
     small = Agent()
     assert isinstance(await sessions.step(small, 10), Queued), "nobody passes"
 

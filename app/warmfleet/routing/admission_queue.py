@@ -35,7 +35,8 @@ logger = logging.getLogger("warmfleet.routing.admission_queue")
 
 BODIES = 2  # memory for waiting bodies, as a multiple of the largest: a tenant gets half, so any body may wait
 MAX_RETRY_AFTER_S = 60
-HELD_TIMES, LEAST_HOLD_S = 1.5, 5.0  # a hold ends after so many times the time that was told, or that is the bound
+#: Redis ends a hold after 1.5 times the wait that was told (a paused one's bound). If it did not, the replica ends it.
+HELD_TIMES, LATE_S = 1.5, 5.0
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
 OF_BYTES = (
@@ -89,7 +90,7 @@ class AdmissionQueue:
         while isinstance(waiting, Queued):
             if waiting.hold is not None:
                 held_until = held_until or asyncio.get_running_loop().time() + self._longest_s(waiting.hold)
-                waiting = await self._hold(job, attempt, waiting.hold, min(patient_until, held_until))
+                waiting = await self._hold(job, attempt, waiting.hold, held_until, patient_until)
             else:
                 waiting = await self._queue(job, attempt, waiting, patient_until, may_wait=may_wait)
         return waiting
@@ -102,15 +103,15 @@ class AdmissionQueue:
             raise self._refusal(attempt.chosen.pool, "sessions", hold.predicted_s - most_s, hold)
 
     def _longest_s(self, hold: Hold) -> float:
-        settings = self._settings
-        told_s = settings.paused_max_s if hold.paused else min(hold.predicted_s, settings.session_wait_max_s)
-        return max(LEAST_HOLD_S, HELD_TIMES * told_s)
+        return LATE_S + HELD_TIMES * (self._settings.paused_max_s if hold.paused else hold.predicted_s)
 
-    async def _hold(self, job: Job, attempt: Attempt, hold: Hold, deadline: float) -> Decision | Queued:
-        """Wait until the session has a place in a cache, then decide again.
+    async def _hold(
+        self, job: Job, attempt: Attempt, hold: Hold, held_until: float, patient_until: float
+    ) -> Decision | Queued:
+        """Wait until the session has a place in a cache, then decide again. The times are of the event loop's clock.
 
-        At the deadline (by the event loop's clock) a new session gets any worker with room, or is refused; a paused one
-        goes on without the ledger.
+        held_until: then the request goes on without the ledger. patient_until: the client's limit, when it gets any
+        worker with room, or is refused.
         """
         booking = attempt.chosen
         pool, began = booking.pool, time.perf_counter()
@@ -118,13 +119,13 @@ class AdmissionQueue:
         try:
             with self._metrics.held.labels(pool.tag).track_inprogress():
                 waits = self._tickets.wait_in_line(pool, attempt.reservation, hold.session)
-                standing = await _until(deadline, waits)
+                standing = await _until(min(held_until, patient_until), waits)
         finally:
             attempt.record.let_go()
             self._metrics.held_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         if standing is None:
             booking.leave_line()
-            if not hold.paused:
+            if patient_until <= held_until:
                 return await self._last_look(pool, job, attempt)
         return await self._chooser.choose(job, attempt, may_wait=True)
 

@@ -165,6 +165,8 @@ return function(s, w, request)
   local i = not stands and call("ZCARD", line) == 0 and entry()
   if i then
     ledger.enters(record)
+    state.inside = state.inside + 1
+    ledger.keep_state(state)
     return nil, i, note
   end
   call("ZREM", request.leases_key, id) -- the first write frees memory: a full Redis then allows the others

@@ -110,7 +110,7 @@ return function(prefix, now)
   function ledger.own_tokens(r, state) return max(0, r.tokens - min(r.shared, state.common)) end
 
   function ledger.wait_ms(state, ahead)
-    local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
+    local pace = state.pace > 0 and state.pace or max(1, state.inside) * FIRST_PACE
     return math.ceil(max(LEAST_TOLD_MS, min(MOST_TOLD_MS, (ahead + 1) / pace * 1000)))
   end
 
