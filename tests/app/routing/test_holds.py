@@ -165,7 +165,9 @@ async def test_a_session_that_waits_already_is_not_refused_later() -> None:
 
 
 @pytest.mark.parametrize("at_last", ["book", "full"])
-async def test_a_new_session_is_held_little_longer_than_it_was_told(at_last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_session_is_held_little_longer_than_it_was_told(
+    at_last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission_queue, "LATE_S", 0.05)
     fixture = Agents()
     fixture.first.standing, fixture.first.hold = Standing.WAITS, replace(fixture.first.hold, predicted_s=0.1)
