@@ -25,6 +25,8 @@ from tests.bench.filled_store import Data, FilledStore
 from tests.bench.output import say
 from tests.support.redis.servers import server, valkey_binary
 
+from warmfleet.fleet import Hint
+
 
 def decisions(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the costs of decide and settle with prompts of 625 and 6,250 blocks."""
@@ -32,6 +34,8 @@ def decisions(url: str, options: argparse.Namespace) -> dict[str, Any]:
     data, bytes_per_entry = store.prepare(625, options.pairs)
     decide, settle = store.hot(data.query, options.rounds, 400)
     say(f"hot 625: decide {decide:.0f} us, settle {settle:.0f} us")
+    plain, tools = (store.in_ledger(hint, data.query, options.rounds, 200) for hint in (0, Hint.TOOLS))
+    say(f"while the ledger binds, of a new session: {plain:.0f} us; with tools, which gets a place: {tools:.0f} us")
     cold = sorted(store.cold(data.query, 300))
     say(f"cold 625: mean {sum(cold) / len(cold):.0f}, p50 {cold[150]:.0f}, p99 {cold[296]:.0f} us")
     data, _ = store.prepare(6250, options.pairs)
@@ -44,6 +48,8 @@ def decisions(url: str, options: argparse.Namespace) -> dict[str, Any]:
     info: Any = store.client.info("server")
     return {
         "cpu_us_hot_625": round(decide, 1),
+        "cpu_us_ledger_plain": round(plain, 1),
+        "cpu_us_ledger_tools": round(tools, 1),
         "cpu_us_cold_625": round(sum(cold) / len(cold), 1),
         "cpu_us_hot_6250": round(decide_long, 1),
         "cpu_us_hot_6250_distinct": round(distinct, 1),
