@@ -24,7 +24,7 @@ return function(prefix, now, sid, finish, tokens)
   if finish ~= "?" then
     r.traits = bor(r.traits, TRAIT_STEPPED)
     r.traits = finish == "t" and bor(r.traits, TRAIT_CALLED) or r.traits - band(r.traits, TRAIT_CALLED)
-    if finish == "t" then ledger.judge(r, state, true) end
+    if finish == "t" or r.kind == KIND_TOOLS then ledger.judge(r, state, finish == "t") end
     if r.place == PLACE_IN and r.running == 0 and not ledger.is_agent(r, state) then ledger.leaves(r, state) end
   end
   ledger.write(sid, r)
