@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--bursts", type=int, default=9, help="rounds, whose medians are reported (default %(default)s)")
     made.add_argument("--requests", type=int, default=200, help="in a burst of 200 B; others have fewer (%(default)s)")
-    names = ",".join(name for name in peers.PEERS if name != "vllm-router-kv")
+    names = ",".join(name for name in peers.PEERS if not name.startswith("vllm-router-"))
     made.add_argument("--peers", default=names, metavar="A,B", help="routers of other projects (default %(default)s)")
     made.add_argument(
         "--peers-folder", type=Path, default=peers.FOLDER, help="environment with the peers (default %(default)s)"

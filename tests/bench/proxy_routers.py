@@ -149,7 +149,7 @@ class Fleet:
     def peer(self, name: str, folder: Path) -> Router:
         """Start a router of another project, whose commands are in ``folder``, and wait until it knows its workers."""
         port, metrics_port = free_ports(2)
-        command, *rest = peers.PEERS[name](port, metrics_port, self.engines.urls, ())
+        command, *rest = peers.PEERS[name](port, metrics_port, peers.Engines(self.engines.urls))
         known = partial(_knows, f"http://127.0.0.1:{port}/readiness", len(self.engines.stubs))
         return Router(name, port, self._start(name, [str(folder / command), *rest], ONE_THREAD, known))
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import aiohttp
 import orjson
 
+DATA = b"data: "  # before an event
+Begun = Callable[[], object]
 LAG_PERIOD = 0.05  # seconds that each measurement of the event loop's lag sleeps
 
 
@@ -24,7 +27,7 @@ class Reply:
 
     ttft_s, total_s: from sending the request to the first and the last byte. late_s: from when the request was due to
     its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None after a
-    complete answer.
+    complete answer. text: of a chat's answer.
     """
 
     ttft_s: float
@@ -36,6 +39,7 @@ class Reply:
     late_s: float = 0.0
     error: str | None = None
     reservation: str = ""
+    text: str = ""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ class SelfWatch:
 
 
 class Client:
-    """Sends completions, with token ids or texts as prompts, to OpenAI servers."""
+    """Sends completions, with token ids or texts as prompts, and chats to OpenAI servers."""
 
     def __init__(self, model: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         self.model = model
@@ -97,9 +101,27 @@ class Client:
 
         late_s: copied into the reply. session: the session key to send, if any.
         """
+        headers = {"X-Session-ID": session} if session else {}
+        return await self._stream(f"{url}/v1/completions", {"prompt": prompt}, output_tokens, headers, late_s)
+
+    async def chat(
+        self, url: str, chat: dict[str, Any], output_tokens: int, headers: dict[str, str], begun: Begun = lambda: None
+    ) -> Reply:
+        """Do the same with a chat. chat: its messages and tools. begun: called when the answer begins."""
+        return await self._stream(f"{url}/v1/chat/completions", chat, output_tokens, headers, begun=begun)
+
+    async def _stream(
+        self,
+        url: str,
+        prompt: dict[str, Any],
+        output_tokens: int,
+        headers: dict[str, str],
+        late_s: float = 0.0,
+        begun: Begun = lambda: None,
+    ) -> Reply:
         body = {
             "model": self.model,
-            "prompt": prompt,
+            **prompt,
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "temperature": 0,
@@ -110,15 +132,14 @@ class Client:
         pieces: list[bytes] = []
         first_s = total_s = 0.0
         try:
-            headers = {"X-Session-ID": session} if session else None
-            async with self._session.post(
-                f"{url}/v1/completions", data=orjson.dumps(body), headers=headers
-            ) as response:
+            async with self._session.post(url, data=orjson.dumps(body), headers=headers) as response:
                 worker = response.headers.get("x-warmfleet-worker", "")
                 reservation = response.headers.get("x-warmfleet-reservation", "")
                 async for piece in response.content.iter_any():
                     total_s = time.monotonic() - began
-                    first_s = first_s or total_s
+                    if not first_s and DATA in piece:  # comments that keep a waiting connection open do not count
+                        first_s = total_s
+                        begun()
                     pieces.append(piece)
         except (aiohttp.ClientError, TimeoutError) as error:
             return Reply(0.0, time.monotonic() - began, late_s=late_s, error=f"{type(error).__name__}: {error}"[:200])
@@ -137,7 +158,14 @@ class Client:
             worker=worker,
             late_s=late_s,
             reservation=reservation,
+            text=_text(raw) if "messages" in prompt else "",
         )
+
+
+def _text(raw: bytes) -> str:
+    """Return the text of a chat's answer, of a stream of events."""
+    events = [orjson.loads(line[len(DATA) :]) for line in raw.split(b"\n") if line.startswith(DATA + b"{")]
+    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
 
 def _usage(raw: bytes) -> dict[str, Any]:
@@ -145,7 +173,7 @@ def _usage(raw: bytes) -> dict[str, Any]:
     at = raw.rfind(b'"usage":{')
     if at < 0:
         return {}
-    begin = raw.rfind(b"data: ", 0, at) + len(b"data: ")
+    begin = raw.rfind(DATA, 0, at) + len(DATA)
     try:
         return dict(orjson.loads(raw[begin : raw.index(b"\n", at)]).get("usage") or {})
     except ValueError:  # no JSON, or an event without an end

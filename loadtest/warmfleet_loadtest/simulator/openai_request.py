@@ -200,7 +200,7 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
 
 
 def _tool(body: dict[str, Any]) -> str:
-    """Return the tool that every answer to a chat with tools calls: the first; with "none" they only enter the prompt."""
+    """Return the tool that an answer calls: the first of a chat; with "none" tools only enter the prompt."""
     return body["tools"][0]["function"]["name"] if body.get("tools") and body.get("tool_choice") != "none" else ""
 
 

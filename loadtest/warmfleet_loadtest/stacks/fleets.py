@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks import peers
 from warmfleet_loadtest.stacks.peers import MODEL
 from warmfleet_loadtest.stacks.processes import (
@@ -34,11 +35,14 @@ from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from warmfleet_loadtest.simulator.step_costs import StepCosts
+
 #: Fleets without a router: the client itself chooses the engine, by this balance (see ``replay.Balance``).
 DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 #: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/choosers/chooser_port``).
 CHOSEN = ("oracle", "central")
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same router
+WITHOUT_LEDGER = "no-ledger"  # Warmfleet with policy cost, which sends every step of a session at once
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
 #: `warmfleet bridge`; or from the requests that it sent to them. In a mixed fleet every third engine has the plugin.
 CONNECTIONS = ("bridge", "approximate", "mixed")
@@ -50,6 +54,7 @@ class Fleet:
 
     kind: ``warmfleet``, a name in ``peers.PEERS``, in DIRECT or in CHOSEN. balance: how the client chooses among
     several URLs. connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
+    ledger: replicas may hold sessions of agents back.
     """
 
     name: str
@@ -58,11 +63,17 @@ class Fleet:
     replicas: int
     balance: str = "random"
     connection: str = "plugin"
+    ledger: bool = True
+
+    @property
+    def needs_names(self) -> bool:
+        """True if clients must name their sessions, for else the fleet knows none."""
+        return self.kind in peers.PROGRAMS
 
     @property
     def takes_ids(self) -> bool:
         """True if prompts may be token ids. SMG 1.13.0 answers those with 400; the others were not tried."""
-        return self.kind not in ("smg", "vllm-router", "sglang-router")
+        return self.kind not in ("smg", "vllm-router", "vllm-router-programs", "sglang-router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,7 @@ class Setup:
     """The engines of a run, as the options of their command line, and whether haproxy stands before the routers.
 
     blocks: per engine. decode_s: wall seconds per token of an answer in fcfs mode. haproxy: even before one router.
+    time_scale: of all step times. step_tokens: most tokens of a step.
     """
 
     engines: int
@@ -78,6 +90,12 @@ class Setup:
     step_time: str
     decode_s: float
     haproxy: bool
+    time_scale: float = 1.0
+    step_tokens: int = 2_048
+
+    @property
+    def costs(self) -> StepCosts:
+        return load_costs(self.step_time).scaled(self.time_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +137,13 @@ def _other(text: str) -> Fleet:
         return Fleet(kind, kind, "", 0)
     if kind == AFFINITY and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
+    if kind == WITHOUT_LEDGER and replicas:
+        return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, ledger=False)
     if kind in CONNECTIONS and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, connection=kind)
     if kind in peers.PEERS and replicas:
         return Fleet(f"{kind} x {replicas}", kind, "", replicas)
-    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, *CONNECTIONS)), *DIRECT, *CHOSEN]
+    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, WITHOUT_LEDGER, *CONNECTIONS)), *DIRECT, *CHOSEN]
     raise ValueError(f"no fleet {text!r}; known are {', '.join(known)}")
 
 
@@ -140,7 +160,7 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
             ports = _start_replicas(processes, fleet, store, setup.engines, static)
         elif fleet.kind in peers.PEERS:
             engines, events = _start_engines(processes, setup, ["--kv-events"])
-            ports = _start_peers(processes, fleet, engines, events)
+            ports = _start_peers(processes, fleet, peers.Engines(engines, events, setup.blocks, setup.costs))
         elif fleet.kind in CHOSEN:
             engines, _events = _start_engines(processes, setup, ["--chooser", fleet.kind])
             yield Running((_chooser_url(processes),), engines, fleet.balance, processes)
@@ -199,7 +219,15 @@ def _start_engines(
     """Start engines in one process; return their (URLs, ports of KV events), as they print them."""
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", "0", "--count", str(setup.engines)]
     argv += ["--model", MODEL, "--blocks", str(setup.blocks), "--worker-id", name.replace("engines", "sim")]
-    argv += ["--mode", setup.mode, "--step-time", setup.step_time, "--fcfs-decode", str(setup.decode_s), *more]
+    argv += [
+        "--mode",
+        setup.mode,
+        "--step-time",
+        setup.step_time,
+        "--fcfs-decode",
+        str(setup.decode_s / setup.time_scale),
+    ]
+    argv += ["--time-scale", str(setup.time_scale), "--max-num-batched-tokens", str(setup.step_tokens), *more]
     processes.spawn("engines", name, argv)
 
     def urls() -> list[str]:
@@ -225,6 +253,8 @@ def _start_replicas(
     ports = free_ports(fleet.replicas)
     environment = {"WARMFLEET_APPROVED_TEMPLATES": "*"}  # the templates are those of our own engines
     environment["WARMFLEET_ADMIN_PORT"] = "0"  # the operators' API is on the same port
+    if not fleet.ledger:
+        environment["WARMFLEET_SESSION_WAIT_MAX_S"] = "0"
     if static_workers:
         environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)
     for number, port in enumerate(ports):
@@ -235,15 +265,15 @@ def _start_replicas(
     return ports
 
 
-def _start_peers(processes: Processes, fleet: Fleet, engines: Sequence[str], events: Sequence[int]) -> list[int]:
+def _start_peers(processes: Processes, fleet: Fleet, engines: peers.Engines) -> list[int]:
     folder = peers.install()
     ports = free_ports(2 * fleet.replicas)
     for number in range(fleet.replicas):
-        command, *arguments = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines, events)
+        command, *arguments = peers.PEERS[fleet.kind](ports[number], ports[fleet.replicas + number], engines)
         processes.spawn("routers", f"{fleet.kind}-{number}", [str(folder / command), *arguments], {"PYTHONPATH": ""})
     for number, port in enumerate(ports[: fleet.replicas]):
         url = f"http://127.0.0.1:{port}/readiness"
-        processes.wait(f"{fleet.kind}-{number}", partial(_all_healthy, url, len(engines)))
+        processes.wait(f"{fleet.kind}-{number}", partial(_all_healthy, url, len(engines.urls)))
     return ports[: fleet.replicas]
 
 
