@@ -181,6 +181,11 @@ def _chat(talk: list[dict[str, Any]], *, last: bool) -> dict[str, Any]:
 # ---------------------------------------------------------------- figures
 
 
+def waiting(played: Played) -> int:
+    """Return how many steps wait for their first token."""
+    return sum(sent.waited_s < 0 and sent.reply is None for sent in played.steps)
+
+
 def figures(played: Played, load: Load, since_s: float, until_s: float) -> dict[str, Any]:
     """Return the figures of the steps that came, and of the sessions that ended, between two times."""
     steps = [sent for sent in played.steps if since_s <= sent.at_s < until_s]
@@ -247,7 +252,8 @@ async def _play(player: Player) -> dict[str, float]:
             now = player.now()
             found = figures(player.played, player.load, max(0.0, now - RECENT_S), now)
             found |= {"at_s": round(now, 1), "ended": len(player.played.ended)}
-            print(json.dumps(found | {"open_sessions": player.played.open_sessions}), flush=True)
+            found |= {"open_sessions": player.played.open_sessions, "waiting": waiting(player.played)}
+            print(json.dumps(found), flush=True)
 
     telling = asyncio.create_task(tell())
     try:
@@ -293,7 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     player = Player(agents, load, target, named=args.named)
     client = uvloop.run(_play(player))
     found = figures(player.played, load, args.skip * args.seconds, args.seconds)
-    print(json.dumps(found | {"medians": medians(player.played, args.seconds), "client": client}), flush=True)
+    found |= {"at_s": args.seconds, "ended": len(player.played.ended), "open_sessions": player.played.open_sessions}
+    found |= {"waiting": 0, "medians": medians(player.played, args.seconds), "client": client}
+    print(json.dumps(found), flush=True)
     return int(found["failed"] > 0)
 
 

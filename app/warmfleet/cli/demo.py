@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from warmfleet.cli import agents_demo
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local.chat import Answer, Chat, system, user, words
 from warmfleet.cli.local.engines import EngineOptions
@@ -43,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 if every state passed and prefix-aware routing computed fewer prompt tokens and answered
     sooner, else 1. Raises CommandError if a request fails.
     """
+    if options.agents:
+        return agents_demo.run(options)
     try:
         return _show(options)
     except httpx.HTTPStatusError as error:

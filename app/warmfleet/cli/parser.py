@@ -74,6 +74,8 @@ DEMO = """\
 Starts a private fleet, walks the four states of a cached prefix (cold start, stickiness under load, eviction,
 recovery) and prints pass or FAIL for each. Then it runs the same conversations with prefix-aware and with round-robin
 routing, and prints the figures of both. The exit status is 0 if everything passed, else 1.
+
+  warmfleet demo --agents --plot burst.svg        two fleets side by side, without and with the ledger (2 minutes)
 """
 
 WORKERS = """\
@@ -386,6 +388,8 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     add("--engines", type=_count, default=4, help="simulated engines (default %(default)s)")
     add("--conversations", type=_count, default=16, help="conversations of the comparison (default %(default)s)")
     add("--turns", type=_count, default=4, help="turns of each conversation (default %(default)s)")
+    add("--agents", action="store_true", help="show instead what the ledger of sessions does for a burst of agents")
+    add("--plot", metavar="FILE", help="with --agents: an .svg file of the median time to first token")
 
 
 def _artifacts(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ class EngineOptions:
 
     ``kind`` is ``sim`` or ``vllm``. ``model`` is the served name of simulated engines, or the folder of vLLM's model.
     ``step_time``, for simulated engines, names a preset or is a factor. ``blocks`` is the size of the cache; 0 leaves
-    the engine's default. ``flags`` are for vLLM, behind those of this module.
+    the engine's default. ``flags`` go behind those of this module.
     """
 
     count: int = 4
@@ -64,6 +64,7 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
         argv += ["--step-time", options.step_time]
     if options.blocks:
         argv += ["--blocks", str(options.blocks)]
+    argv += options.flags
     # The store's URL may hold a password, and process lists show arguments.
     return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
 

@@ -29,7 +29,7 @@ from warmfleet.settings import ADMIN_PORT
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 POLL_SECONDS = 0.1  # time between two HTTP requests to a replica that is not ready yet
@@ -46,7 +46,7 @@ SHUTDOWN_GRACE_SECONDS = "2"  # longest wait for running answers when the stack 
 class Plan:
     """The parts of a stack. workers: URLs of engines that already run; with any, the stack starts no engine.
 
-    redis_url: the store to use; if empty, the stack starts one.
+    redis_url: the store to use; if empty, the stack starts one. environment: more settings of its replicas.
     """
 
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -59,6 +59,7 @@ class Plan:
     worker_api_key: str = ""
     tokenizer: str = ""
     logs: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def simulated(self) -> bool:
@@ -223,6 +224,7 @@ class Stack:
             "WARMFLEET_TLS_CLIENT_CA": "",
             "WARMFLEET_DRAIN_S": "0",  # the stack stops as a whole, so no client can turn to another replica
             **self._approvals(),
+            **plan.environment,
         }
         child = self.children.start(name, [*argv, "--reuse-port", shared], environment)
         host = self.address.rsplit(":", 1)[0]

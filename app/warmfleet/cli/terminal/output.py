@@ -116,8 +116,12 @@ def print_answer(value: object, parts: Callable[[], Sequence[Part]], *, as_json:
         show(sys.stdout, parts())
 
 
-def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -> None:
-    """Print ``picture()`` every ``every_s`` seconds until Ctrl-C; then restore the terminal and print the last picture.
+def redraw(
+    out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float, done: Callable[[], bool] = lambda: False
+) -> None:
+    """Print ``picture()`` every ``every_s`` seconds until Ctrl-C, or until ``done()``.
+
+    Then restore the terminal and print the last picture.
 
     At a terminal each picture takes the place of the one before, cut to the height of the screen. Elsewhere pictures
     follow each other, each under a line with the time.
@@ -126,14 +130,16 @@ def redraw(out: TextIO, picture: Callable[[], Sequence[Part]], every_s: float) -
     try:
         if in_place:
             print(end=_PICTURE, file=out)
-        while True:
+        ended = False
+        while not ended:
+            ended = done()  # before the picture, which then is the last one
             last = text_for(out, picture())
             if in_place:
                 lines = _cut(last.splitlines(), shutil.get_terminal_size().lines - 1)
                 print(end=_HOME + _LINE_END.join([*lines, ""]) + _REST, file=out, flush=True)
             else:
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), last, "", sep="\n", file=out, flush=True)
-            time.sleep(every_s)
+            time.sleep(0.0 if ended else every_s)
     except KeyboardInterrupt:
         return
     finally:
