@@ -247,7 +247,10 @@ def _save(folder: Path, fleets: Sequence[Fleet], outcomes: dict[str, list[Outcom
         {name: outcome.samples for name, outcome in first.items()},
         speed,
     )
-    seeds = {name: [{**outcome.figures, **outcome.health} for outcome in found] for name, found in outcomes.items()}
+    seeds = {
+        name: [{**outcome.figures, **outcome.health, "medians": outcome.medians} for outcome in found]
+        for name, found in outcomes.items()
+    }
     (folder / "figures.json").write_text(json.dumps(seeds, indent=1))
 
 

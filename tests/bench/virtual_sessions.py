@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import count
 from typing import TYPE_CHECKING, Literal, overload
 
 from tests.bench.overlays import overlaid
@@ -28,7 +27,8 @@ from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.measuring.figures import quantile
 from warmfleet_loadtest.simulator.scheduler import Limits
 from warmfleet_loadtest.simulator.step_costs import PRESETS
-from warmfleet_loadtest.traces.trace import BLOCK_TOKENS, Arrival, Trace, block
+from warmfleet_loadtest.traces.agents import generated
+from warmfleet_loadtest.traces.trace import Arrival, Trace
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -116,11 +116,12 @@ def agents(source: str, number: int, seed: int = 0) -> Agents:
     The sessions' order follows from the seed; more sessions than the trace has are copies with other text.
     """
     if source == "generated":
-        return Agents.of(_generated(number, seed))
-    trace = arrivals("agents", None)
-    copies = -(-number // len({arrival.session for arrival in trace.arrivals}))
+        trace = generated(number, seed)
+    else:
+        trace = arrivals("agents", None)
+        trace = overlaid(trace, -(-number // len({arrival.session for arrival in trace.arrivals})))
     found: dict[int, Steps] = {}
-    for arrival in overlaid(trace, copies).arrivals:
+    for arrival in trace.arrivals:
         found.setdefault(arrival.session, []).append(_scaled(arrival, trace.scale, AGENT_TIMES))
     order = list(found.values())
     random.Random(seed).shuffle(order)
@@ -134,24 +135,6 @@ def _scaled(arrival: Arrival, scale: float, times: float = 1.0) -> Arrival:
 
 def _numbered(steps: Steps, session: int) -> Steps:
     return [replace(step, session=session) for step in steps]
-
-
-def _generated(number: int, seed: int) -> list[Steps]:
-    """Make sessions with the trace's statistics: 10 steps, 9,000 tokens at first, 2,500 more with each step."""
-    generator, fresh = random.Random(seed), count(100)
-    system, times = [token for identifier in range(17) for token in block(identifier)], ENGINE_BLOCK // BLOCK_TOKENS
-    made = []
-    for session in range(number):
-        text, size, steps = list(system), len(system) + generator.lognormvariate(5.5, 0.4), list[Arrival]()
-        for step in range(max(2, min(30, round(generator.lognormvariate(2.3, 0.4))))):
-            while len(text) < size:
-                text += block(next(fresh))
-            answer = max(1, round(generator.lognormvariate(4.85, 0.6)))
-            think = generator.lognormvariate(0.9, 0.85) if step else None
-            steps.append(Arrival(0.0, session, Stretched(text[: int(size)], times), answer, think))
-            size = min(size + generator.lognormvariate(4.78, 0.75), LONGEST / times - 256)
-        made.append(steps)
-    return made
 
 
 @cache

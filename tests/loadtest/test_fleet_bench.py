@@ -17,6 +17,7 @@ from tests.loadtest.test_trace import write
 
 from warmfleet.settings import POLICIES
 from warmfleet_loadtest.fleet_bench import main, table
+from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.stacks import peers
 from warmfleet_loadtest.stacks.fleets import Fleet, Setup, balancer_config, others, ours, running
 from warmfleet_loadtest.stacks.processes import HAPROXY_CONFIG, Processes, StackError, haproxy_binary
@@ -63,6 +64,22 @@ def test_two_replicas_behind_haproxy(tmp_path: Path, capsys: pytest.CaptureFixtu
         "ttft_cdf.svg",
     ]
     assert "cost x 2" in (tmp_path / "load.svg").read_text()
+
+
+@pytest.mark.usefixtures("generated")
+def test_agents_in_a_closed_loop_and_in_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trace", "generated", "--seconds", "100", "--speed", "20", "--step-time", "fast", "--engines", "2"]
+    options += ["--policy", "cost", "--fleet", "no-ledger:1", "--out", str(tmp_path)]
+    assert main(POLICIES, [*options, "--overcommit", "0.2"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for run in printed["runs"]:
+        assert run["sessions"] > 0
+        assert run["at_once"] > 1
+        assert run["recomputed"] < 0.5
+    assert printed["ratios"]["cost x 1"]["sessions_per_hour"][1] > 0.5
+    assert main(POLICIES, [*options, "--burst", "5"]) == 0
+    assert "5 sessions more" in (tmp_path / "agents_ttft.svg").read_text()
+    assert len(json.loads((tmp_path / "figures.json").read_text())["no-ledger x 1"][0]["medians"]) == 24
 
 
 @pytest.mark.usefixtures("generated")
@@ -148,6 +165,9 @@ def test_fleets_by_name() -> None:
     assert (affinity.kind, affinity.policy, affinity.balance) == ("warmfleet", "cost", "session")
     assert (sticky.replicas, sticky.balance) == (0, "session")
     assert not others("smg")[0].takes_ids
+    (without,), (programs,) = others("no-ledger:4"), others("vllm-router-programs:1")
+    assert (without.kind, without.policy, without.ledger, affinity.ledger) == ("warmfleet", "cost", False, True)
+    assert (programs.needs_names, programs.takes_ids, kv.needs_names) == (True, False, False)
     bridged, approximate, mixed = others("bridge:4,approximate:1,mixed:4")
     assert (bridged.name, bridged.kind, bridged.policy, bridged.connection) == (
         *("bridge x 4", "warmfleet"),
@@ -207,6 +227,16 @@ def test_engines_that_end_on_the_way_are_an_error_of_their_fleet(
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["error"].startswith("engines ended with -9:\nengine 0 serves sim")
     assert "error: session-sticky, seed 1/1: engines ended" in printed.err
+
+
+def test_program_scheduling_is_told_the_caches_and_the_step_times() -> None:
+    costs = StepCosts(base_s=0.01, weights_s=0.02, prefill_token_s=1e-3, prefill_pair_s=1e-6)
+    argv = peers.PEERS["vllm-router-programs"](1, 2, peers.Engines(["http://e"], blocks=101, costs=costs))
+    told = json.loads(argv[argv.index("--program-scheduling-config-json") + 1])
+    assert told["token_capacity_per_target"] == 1_600
+    assert told["prefill_cost_model"]["linear_seconds_per_1k_tokens"] == 1.0
+    assert told["prefill_cost_model"]["quadratic_seconds_per_1k_tokens_squared"] == 0.5
+    assert told["decode_throughput_model"]["fixed_step_seconds"] == 0.03
 
 
 def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def svg(
     lines: Mapping[str, Sequence[float]],
     mark: tuple[float, str],
 ) -> str:
-    """Return a picture of lines whose values are evenly spread from 0 to ``end``. units: of x and y. mark: (x, text)."""
+    """Draw lines whose values are spread evenly from 0 to ``end``. units: of x and y. mark: (x, text)."""
     top = max((value for values in lines.values() for value in values), default=0.0) * 1.1 or 1.0
 
     def point(x: float, y: float) -> str:
