@@ -92,6 +92,7 @@ class Bench:
 
 
 AGENTS_BLOCKS, AGENTS_SPEED = 800, 5.0
+LAG_MS = 100.0  # lateness of the agents' event loop at P99 from which other work was the limit
 ENDING_S = 2.0  # longest time from a refused connection until the operating system reports that the process has ended
 
 
@@ -151,14 +152,10 @@ def _agents(trace: Trace, fleet: Fleet, bench: Bench, load: Load, seed: int, up:
     found |= {"error_examples": failures(replies)[1], "requests": len(replies)}
     found["undecided"] = sum(reply.reservation not in ("", "booked") for reply in replies)
     found["busy"] = statistics.fmean(spent(samples, "busy_s")) / samples[-1].at_s
+    told = health(replies, watch, bench.speed, cpu_s, time.monotonic() - began)
+    told["client_was_the_bottleneck"] |= watch["lag_p99_ms"] > LAG_MS
     ttft = sorted(sent.waited_s for sent in player.played.steps)
-    return Outcome(
-        found,
-        health(replies, watch, bench.speed, cpu_s, time.monotonic() - began),
-        ttft,
-        samples,
-        medians(player.played, load.seconds),
-    )
+    return Outcome(found, told, ttft, samples, medians(player.played, load.seconds))
 
 
 async def _drive(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SYSTEM_BLOCKS = 17  # of a generated agent's system prompt
 LONGEST = 7_680  # tokens of a generated prompt
 TOOL = {"name": "bash", "description": "Run a command.", "parameters": {"type": "object", "properties": {}}}
-TOOLS = [{"type": "function", "function": TOOL}]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
 
 
 @dataclass(frozen=True, slots=True)
