@@ -47,6 +47,10 @@ class Side:
             raise CommandError(f"the agents ended ({self.agents.ending}):\n{self.agents.tail()}")
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
+    def held(self) -> int:
+        """Return how many sessions the ledger holds back now."""
+        return sum((model.get("ledger") or {}).get("held", 0) for model in self.stack.fleet())
+
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 if the ledger let more sessions end and their steps begin sooner, else 1.
@@ -86,7 +90,7 @@ def _side(name: str, stack: Stack) -> Side:
 def picture(sides: Sequence[Side]) -> list[Part]:
     """Return the figures of both fleets in columns, and the median TTFT over time."""
     lines = [side.lines() for side in sides]
-    last = [line[-1] if line else {} for line in lines]
+    last = [{**line[-1], "held": side.held()} if line else {} for line, side in zip(lines, sides, strict=True)]
     rows = [
         [text, *(form.format(end[key]) if key in end else "-" for end in last)]
         for text, key, form in (
@@ -95,6 +99,7 @@ def picture(sides: Sequence[Side]) -> list[Part]:
             ("sessions done", "ended", "{}"),
             ("sessions under way", "open_sessions", "{}"),
             ("steps that wait for a first token", "waiting", "{}"),
+            ("sessions held by the ledger", "held", "{}"),
             ("computed again, over the necessary", "recomputed", "{:.1f}"),
         )
     ]

@@ -28,13 +28,15 @@ def side(folder: Path, name: str, *lines: dict[str, Any], code: int | None = Non
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     process = SimpleNamespace(returncode=code)
     child = SimpleNamespace(log=log, alive=code is None, process=process, ending="exit code 1", tail=lambda: "why")
-    return Side(name, SimpleNamespace(), child)  # type: ignore[arg-type]
+    stack = SimpleNamespace(fleet=lambda: [{"ledger": {"held": 2}}, {"ledger": None}, {}])
+    return Side(name, stack, child)  # type: ignore[arg-type]
 
 
 def test_two_fleets_stand_side_by_side(tmp_path: Path) -> None:
     text = plain(picture([side(tmp_path, "without the ledger", LINE, LINE), side(tmp_path, "with the ledger")]))
     assert text.splitlines()[0].split("  ")[-2:] == ["WITHOUT THE LEDGER", "WITH THE LEDGER"]
     assert "median time to first token                       2.0 s                -" in text
+    assert "sessions held by the ledger                          2                -" in text
     assert "without the ledger  ██" in text
     with pytest.raises(CommandError, match="the agents ended"):
         side(tmp_path, "without the ledger", code=2).lines()
