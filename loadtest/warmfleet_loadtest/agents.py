@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from warmfleet_loadtest.measuring.client import Client, Reply, SelfWatch
-from warmfleet_loadtest.measuring.figures import quantile
+from warmfleet_loadtest.measuring.figures import failures, quantile
 from warmfleet_loadtest.replay import Balance, Target
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_loadtest.traces.agents import TOOLS, Agents, chats, generated, messages, result
@@ -192,6 +192,7 @@ def figures(played: Played, load: Load, since_s: float, until_s: float) -> dict[
     ttft = sorted(sent.waited_s for sent in steps if sent.waited_s >= 0)
     lasted = sorted(lasted_s for at_s, lasted_s in played.ended if since_s <= at_s < until_s)
     computed, necessary = work(played.steps, steps)
+    failed, examples = failures(sent.reply for sent in played.steps if sent.reply is not None)
     return {
         "sessions_per_hour": round(3_600 * len(lasted) / max(1e-9, until_s - since_s), 1),
         "session_p50": round(quantile(lasted, 0.5), 2),
@@ -202,7 +203,8 @@ def figures(played: Played, load: Load, since_s: float, until_s: float) -> dict[
         "sessions": len(lasted),
         "steps": len(ttft),
         "at_once": load.at_once,
-        "failed": sum(sent.reply is not None and sent.reply.error is not None for sent in played.steps),
+        "failed": failed,
+        "error_examples": examples,
     }
 
 

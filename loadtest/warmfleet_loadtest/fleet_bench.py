@@ -46,7 +46,6 @@ from warmfleet_loadtest.agents import figures as agents_figures
 from warmfleet_loadtest.measuring.figures import (
     after_warm_up,
     due_ttft,
-    failures,
     figures,
     health,
     markdown,
@@ -149,7 +148,7 @@ def _agents(trace: Trace, fleet: Fleet, bench: Bench, load: Load, seed: int, up:
     up.processes.check()
     replies = [sent.reply for sent in player.played.steps if sent.reply is not None]
     found = agents_figures(player.played, load, load.skip * load.seconds, load.seconds)
-    found |= {"error_examples": failures(replies)[1], "requests": len(replies)}
+    found["requests"] = len(replies)
     found["undecided"] = sum(reply.reservation not in ("", "booked") for reply in replies)
     found["busy"] = statistics.fmean(spent(samples, "busy_s")) / samples[-1].at_s
     told = health(replies, watch, bench.speed, cpu_s, time.monotonic() - began)

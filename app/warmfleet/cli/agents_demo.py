@@ -42,10 +42,11 @@ class Side:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the figures so far. Raises CommandError if the agents have failed."""
-        text = self.agents.log.read_text() if self.agents.alive or self.agents.process.returncode == 0 else ""
-        if not text and not self.agents.alive:
+        ended = not self.agents.alive
+        whole = [line for line in self.agents.log.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+        if ended and not (whole and '"medians"' in whole[-1]):
             raise CommandError(f"the agents ended ({self.agents.ending}):\n{self.agents.tail()}")
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+        return [json.loads(line) for line in whole]
 
     def held(self) -> int:
         """Return how many sessions the ledger holds back now."""
@@ -125,10 +126,9 @@ def verdict(without: dict[str, Any], with_ledger: dict[str, Any]) -> tuple[bool,
     times = with_ledger["sessions_per_hour"] / max(1.0, without["sessions_per_hour"])
     sooner = with_ledger["p50_ttft"] < without["p50_ttft"]
     failed = without["failed"] + with_ledger["failed"]
-    sentence = (
-        f"the ledger served {times:.2f} times the sessions; median time to first token {without['p50_ttft']:.1f} s "
-    )
-    sentence += f"without it, {with_ledger['p50_ttft']:.1f} s with it" + (
-        f"; {failed} requests failed" if failed else ""
-    )
+    ttft = f"{without['p50_ttft']:.1f} s without it, {with_ledger['p50_ttft']:.1f} s with it"
+    sentence = f"the ledger served {times:.2f} times the sessions; median time to first token {ttft}"
+    if failed:
+        examples = "; ".join(dict.fromkeys(without["error_examples"] + with_ledger["error_examples"]))
+        sentence += f"; {failed} requests failed: {examples}"
     return times >= BETTER and sooner and not failed, sentence

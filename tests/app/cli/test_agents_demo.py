@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LINE = {"at_s": 6.0, "p50_ttft": 2.04, "ended": 3, "open_sessions": 9, "waiting": 4, "recomputed": 1.26}
-END = {**LINE, "sessions_per_hour": 900.0, "failed": 0, "medians": [0.2] * 12 + [8.0] * 12}
+END = {**LINE, "sessions_per_hour": 900.0, "failed": 0, "error_examples": [], "medians": [0.2] * 12 + [8.0] * 12}
 
 
 def side(folder: Path, name: str, *lines: dict[str, Any], code: int | None = None) -> Side:
@@ -66,7 +66,7 @@ def test_the_ledger_must_serve_more_sessions_sooner_and_without_failures() -> No
     )
     assert not verdict(END, END)[0]
     assert not verdict(END, good | {"p50_ttft": 3.0})[0]
-    assert verdict(END, good | {"failed": 2})[1].endswith("; 2 requests failed")
+    assert verdict(END, good | {"failed": 2, "error_examples": ["503 x"]})[1].endswith("; 2 requests failed: 503 x")
 
 
 def test_a_picture_that_is_redrawn_ends_when_its_subject_does() -> None:
