@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from warmfleet.cli.terminal.output import Part
 
 SPEED = 6.0  # as many seconds of the agents' time pass in a second
-SECONDS, RATE, BURST, BURST_AT = 570.0, 0.36, 40, 100.0  # of the agents' time; sessions a second; sessions at once
+SECONDS, RATE, BURST, BURST_AT = 540.0, 0.36, 40, 100.0  # of the agents' time; sessions a second; sessions at once
 #: Engines with the step times of an 8B model on an H100, and caches for about eleven agents each.
 FLAGS = ("--time-scale", str(1 / SPEED), "--max-num-batched-tokens", "512")
 ENGINES = EngineOptions(blocks=800, step_time="agents-8b", flags=FLAGS)
