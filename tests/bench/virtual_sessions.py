@@ -124,7 +124,8 @@ def agents(source: str, number: int, seed: int = 0) -> Agents:
     for arrival in trace.arrivals:
         found.setdefault(arrival.session, []).append(_scaled(arrival, trace.scale, AGENT_TIMES))
     order = list(found.values())
-    random.Random(seed).shuffle(order)
+    if source != "generated":
+        random.Random(seed).shuffle(order)
     return Agents.of([_numbered(steps, session) for session, steps in enumerate(order[:number])])
 
 

@@ -76,10 +76,12 @@ def test_sessions_begin_at_random_times_and_some_together() -> None:
 
 
 async def test_a_closed_loop_of_agents_uses_the_cache() -> None:
-    agents = chats(generated(20), words)
+    text = [token for number in range(12) for token in block(number)]
+    steps = [Arrival(0.0, 0, text[: 64 * (1 + step)], 4, 1.0 if step else None) for step in range(3)]
+    agents = chats(Trace("t", (*steps, Arrival(0.0, 1, SYSTEM + block(99), 4)), closed=True), words)
     target = Target(("",), "demo", speed=100.0)
     async with running(config(StepCosts(base_s=0.001, prefill_token_s=1e-6), blocks=4_096)) as up:
-        player = Player(agents, Load(300.0, at_once=3, gaps=0.1, skip=0.0), replace(target, urls=(up.url,)))
+        player = Player(agents, Load(300.0, at_once=3, skip=0.0), replace(target, urls=(up.url,)))
         told: list[Sent] = []
         await player.run(told.append)
     found = figures(player.played, player.load, 0.0, 300.0)
@@ -93,7 +95,7 @@ async def test_a_closed_loop_of_agents_uses_the_cache() -> None:
 
 async def test_a_session_that_fails_is_counted_and_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warmfleet_loadtest.agents.FAILED_S", 0.01)
-    player = Player(chats(generated(5), words), Load(60.0, at_once=1), Target(("http://127.0.0.1:9",), "demo", 200.0))
+    player = Player(chats(generated(5), words), Load(600.0, at_once=1), Target(("http://127.0.0.1:9",), "demo", 200.0))
     await player.run()
     assert len(player.played.steps) > 1
     assert player.played.ended == []

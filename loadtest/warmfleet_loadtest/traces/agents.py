@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SYSTEM_BLOCKS = 17  # of a generated agent's system prompt
-LONGEST = 7_680  # tokens of a generated prompt
+LONGEST = 7_936  # tokens of a generated prompt
 TOOL = {"name": "bash", "description": "Run a command.", "parameters": {"type": "object", "properties": {}}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
 
