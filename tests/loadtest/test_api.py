@@ -112,7 +112,7 @@ async def test_errors_have_openais_shape(body: bytes, status: int, word: str) ->
 
 
 NOT_OF_A_CHAT: list[dict[str, Any]] = [
-    {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
     {"response_format": {"type": "json_object"}},
     {"structured_outputs": {"regex": "a"}},
     {"logprobs": True},
@@ -153,6 +153,22 @@ async def test_what_asks_for_nothing_is_not_refused() -> None:
     async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
         for more in (nothing, {"tools": [tool], "tool_choice": "none"}, {"echo": True}):
             assert (await http.post("/v1/chat/completions", json=chat | more)).status_code == 200
+
+
+async def test_an_answer_calls_a_tool_unless_it_is_the_last_step() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 2}
+    async with running() as up, httpx.AsyncClient(base_url=up.url) as http:
+        (called,) = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+        (last,) = (await http.post("/v1/chat/completions", json=body | {"tool_choice": "none"})).json()["choices"]
+        lines = (await http.post("/v1/chat/completions", json=body | {"stream": True})).text.splitlines()
+        (text,) = (await http.post("/v1/completions", json={"prompt": "x", "tools": tools})).json()["choices"]
+    first, second = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert called["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert (called["finish_reason"], second["finish_reason"], first["finish_reason"]) == ("tool_calls",) * 2 + (None,)
+    assert called["message"]["content"] == first["delta"]["content"] + second["delta"]["content"]
+    assert second["delta"]["tool_calls"][0]["function"]["name"] == "f"
+    assert (last["finish_reason"], last["message"]["tool_calls"], text["finish_reason"]) == ("length", [], "length")
 
 
 async def test_numbers_and_booleans_are_read_as_vllm_reads_them() -> None:

@@ -75,6 +75,8 @@ class Writer:
         choice["finish_reason"] = self._reason(output.request) if output.finished else None
         if self.ask.chat:
             choice["delta"] = {"role": "assistant", "content": text} if output.first else {"content": text}
+            if output.finished and self.ask.tool:
+                choice["delta"]["tool_calls"] = [{"index": 0, **self._call(output.request)}]
         else:
             choice["text"] = text
         if self.ask.token_ids:
@@ -93,7 +95,8 @@ class Writer:
         text = self._tokenizer.text(token_ids)
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._reason(request)}
         if self.ask.chat:
-            choice["message"] = {"role": "assistant", "content": text}
+            calls = [self._call(request)] if self.ask.tool else []
+            choice["message"] = {"role": "assistant", "content": text, "tool_calls": calls}
         else:
             echoed = list(request.prompt) if self.ask.echo else []
             choice["text"] = "".join([*self._tokenizer.decoded(echoed), text])
@@ -107,5 +110,12 @@ class Writer:
                 choice["prompt_token_ids"] = list(request.prompt)
         return choice
 
+    def _call(self, request: Request) -> dict[str, Any]:
+        """Return the call of a tool behind an answer's text, which in vLLM a parser takes out of the text."""
+        function = {"name": self.ask.tool, "arguments": "{}"}
+        return {"id": f"call_{request.request_id}", "type": "function", "function": function}
+
     def _reason(self, request: Request) -> str:
+        if self.ask.tool:
+            return "tool_calls"
         return "length" if self.ask.max_tokens is not None and request.max_tokens >= self.ask.max_tokens else "stop"

@@ -56,6 +56,7 @@ class OpenAIRequest:
     token_ids: the answer lists its token ids (``return_token_ids``).
     echo: the answer begins with the prompt. logprobs, prompt_logprobs: the answer lists made-up logprobs of its tokens,
     or of the prompt's. The cache is skipped (``skip_cache``) if logprobs of the prompt are wanted.
+    tool: the function that the answer of a chat calls; empty: none.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class OpenAIRequest:
     echo: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    tool: str = ""
 
     @property
     def skip_cache(self) -> bool:
@@ -162,6 +164,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         echo=kind == "cmpl" and _flag(body, "echo"),
         logprobs=_wants(body, "logprobs"),
         prompt_logprobs=body.get("prompt_logprobs") is not None,
+        tool=_tool(body) if kind == "chatcmpl" else "",
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
         raise RefusedError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
@@ -181,8 +184,6 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     for name, nothing in NOT_IMITATED.items():
         if body.get(name) not in nothing:
             raise _not_imitated(name)
-    if body.get("tools") and body.get("tool_choice") != "none":  # with "none" they only enter the prompt
-        raise _not_imitated("tools")
     if _object(body, "kv_transfer_params").keys() - {"prompt_token_ids"}:
         raise _not_imitated("kv_transfer_params")
     if _object(body, "stream_options").keys() - {"include_usage"}:
@@ -196,6 +197,11 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     for name in ("echo", "logprobs", "prompt_logprobs"):
         if kind == "cmpl" and _flag(body, "stream") and _wants(body, name):
             raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
+
+
+def _tool(body: dict[str, Any]) -> str:
+    """Return the tool that every answer to a chat with tools calls: the first; with "none" they only enter the prompt."""
+    return body["tools"][0]["function"]["name"] if body.get("tools") and body.get("tool_choice") != "none" else ""
 
 
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
