@@ -134,7 +134,7 @@ return function(prefix, now, constants, rows, bound)
         local yields = prefix .. "yields:" .. engine.worker
         change(idle.sid, function(r)
           r.place, r.in_ms = PLACE_OUT, 0
-          call("RPUSH", yields, r.reservation)
+          call("RPUSH", yields, sub(r.reservation, 1, CLIENT_AT - 1))
         end)
         call("LTRIM", yields, -MOST_YIELDS, -1)
         call("EXPIRE", yields, YIELDS_KEPT_S)
