@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
-from warmfleet.fleet import ClientLimits, Decision, Hint, Place, Queued, Standing, new_reservation
+from warmfleet.fleet import ClientLimits, Decision, Hint, Place, Queued, SessionEnd, Standing, new_reservation
 from warmfleet.fleet.rows import Trait
 
 if TYPE_CHECKING:
@@ -461,7 +461,8 @@ async def test_a_repeated_decision_tells_the_session_that_it_was_asked_with(sess
 
 async def test_a_request_of_a_client_with_limits_is_under_way_while_it_has_a_lease(sessions: Sessions) -> None:
     """The client's tag is at the end of its reservation's id."""
-    agent = Agent()
+    older, agent = await sessions.turn(200), Agent()
+    await sessions.change(older, first_ms=0.0)
     limits, chain = ClientLimits("client", 10), sessions.keyspace.chain(LARGE)
     told = await sessions.fleet.queue.decide_in_turn(
         sessions.keyspace.ask(
@@ -475,8 +476,14 @@ async def test_a_request_of_a_client_with_limits_is_under_way_while_it_has_a_lea
     assert isinstance(told, Decision)
     agent.sid = told.session
     await sessions.passes(agent, 40)
+    await sessions.change(older, since_ms=(await sessions.record(agent)).since_ms + 40_000)
     await sessions.tick()
     assert (await sessions.record(agent)).running == 1
+    end = SessionEnd(agent.sid, "t")
+    await sessions.fleet.bookings.settle(told.reservation, "finished", session=end)
+    await grown(sessions, older, agent, tokens=16 * 600)
+    yields = sessions.keyspace.keys.prefix + "yields:w1.0"
+    assert await cast("Any", sessions.keyspace.store.lrange(yields, 0, -1)) == [told.reservation[:25].encode()]
 
 
 async def test_a_lost_ledger_holds_nobody(sessions: Sessions) -> None:

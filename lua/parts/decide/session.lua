@@ -8,9 +8,9 @@ session is held. Requests of others than agents are never held and take no place
 
 A session without a name is known by its prompt: each prompt of a session contains the one before. So at waypoints
 (depths of blocks in a geometric row) keys name the sessions whose prompts went through that block, and a session is the
-request's if its last full block is in the request's chain. Of several the one without a request under way is taken. (A
-request that has no lease any more is not under way: a decision whose answer was lost is settled without its session.) If
-all have one, or if the request has another name, the request is a fork: it gets a session of its own, with the arrival
+request's if its last full block is in the request's chain. Of several the one without a request under way is taken.
+(One whose lease is gone is not under way: a decision whose answer was lost is settled without its session.) If all have
+one, or if the request has another name, the request is a fork: it gets a session of its own, with the arrival
 of its parent and all that is known of it. So a client that names each request anew gains nothing.
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
