@@ -86,7 +86,7 @@ if known then
   local worker = sub(known, worker_at, worker_at + length - 1)
   local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
   return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known",
-    "" }
+    sub(session, 2) }
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)

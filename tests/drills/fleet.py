@@ -1,4 +1,4 @@
-"""Three replicas, three simulated engines and Redis as real processes, with proxies between them."""
+"""Replicas, simulated engines and Redis as real processes, with proxies between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from warmfleet.fleet import connect
 from warmfleet_loadtest.stacks.processes import Processes, StackError, free_ports
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 MODEL = "demo"
 COUNT = 3  # of replicas, and of engines
@@ -61,11 +61,15 @@ class Engine:
 
 @dataclass
 class Fleet:
-    """The processes by their names, and the proxies between them."""
+    """The processes by their names, and the proxies between them. engine_argv, settings: for engines and replicas,
+    beside the usual ones.
+    """
 
     processes: Processes
     redis_port: int
     http: aiohttp.ClientSession
+    engine_argv: Sequence[str] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
 
@@ -95,13 +99,14 @@ class Fleet:
     def start_replica(self, replica: Replica) -> None:
         settings = {"REDIS_URL": f"redis://127.0.0.1:{replica.redis.port}/0", "MODELS": MODEL}
         settings |= {"PORT": str(replica.port), "APPROVED_TEMPLATES": "*", "DRAIN_S": DRAIN_S, "ADMIN_PORT": "0"}
-        settings |= {"DECIDE_TIMEOUT_S": DECIDE_TIMEOUT_S}
+        settings |= {"DECIDE_TIMEOUT_S": DECIDE_TIMEOUT_S, **self.settings}
         environment = {f"WARMFLEET_{name}": value for name, value in settings.items()}
         self.processes.spawn("replica", replica.name, [sys.executable, "-m", "warmfleet", "serve"], environment)
         replica.killed = False
 
     def start_engine(self, engine: Engine) -> None:
         argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(engine.port), "--model", MODEL]
+        argv += self.engine_argv
         environment = {
             "WARMFLEET_REDIS_URL": f"redis://127.0.0.1:{engine.redis.port}/0",
             "WARMFLEET_WORKER_ID": engine.name,
@@ -156,7 +161,11 @@ class Fleet:
             models = page["models"] if page else []
             workers = [worker for model in models for worker in model["workers"]]
             usable = [worker for worker in workers if worker["routable"] and worker["proof"] == "proven"]
-            if not replica.ready or len(usable) != COUNT or any(model["identity"] != "exact" for model in models):
+            if (
+                not replica.ready
+                or len(usable) != len(self.engines)
+                or any(model["identity"] != "exact" for model in models)
+            ):
                 return False
         return True
 
@@ -174,16 +183,16 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Fleet]:
-    """A fleet in which every replica can use every engine. All of it is killed at the end."""
+async def running(count: int = COUNT, engine_argv: Sequence[str] = (), **settings: str) -> AsyncIterator[Fleet]:
+    """A fleet in which every replica can use every engine. All of it is killed at the end. count: of both."""
     with tempfile.TemporaryDirectory(prefix="wf-drills-", ignore_cleanup_errors=True) as folder:
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector) as http:
-            redis_port, *ports = free_ports(1 + 2 * COUNT)
+            redis_port, *ports = free_ports(1 + 2 * count)
             with Processes(Path(folder)) as processes:
-                fleet = Fleet(processes, redis_port, http)
-                for number in range(COUNT):
-                    port = ports[COUNT + number]
+                fleet = Fleet(processes, redis_port, http, engine_argv, settings)
+                for number in range(count):
+                    port = ports[count + number]
                     fleet.replicas.append(Replica(f"replica-{number + 1}", ports[number], Toxic(redis_port)))
                     fleet.engines.append(Engine(f"engine-{number + 1}", port, Toxic(port), Toxic(redis_port)))
                 for toxic in fleet.toxics:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
-from warmfleet.fleet import Decision, Hint, Place, Queued, Standing
+from warmfleet.fleet import ClientLimits, Decision, Hint, Place, Queued, SessionEnd, Standing, new_reservation
 from warmfleet.fleet.rows import Trait
 
 if TYPE_CHECKING:
@@ -430,6 +430,60 @@ async def test_requests_that_were_lost_with_their_replica_do_not_keep_a_place(se
     await sessions.passes(agent, 40)
     await sessions.tick()
     assert (await sessions.record(agent)).place == Place.OUT
+
+
+async def test_a_request_that_was_settled_without_its_session_is_not_under_way(sessions: Sessions) -> None:
+    """Redis decided, the answer was lost, and the replica cancelled the request: its next step is no fork."""
+    agent = await sessions.turn()
+    sid = agent.sid
+    await sessions.step(agent, 10)
+    assert agent.asked is not None
+    await sessions.fleet.bookings.settle(agent.asked.reservation, "cancelled")
+    await sessions.step(agent, 10)
+    assert (agent.sid, (await sessions.record(agent)).running) == (sid, 1)
+
+
+@pytest.mark.parametrize("name", [b"", b"nameofsession"])
+async def test_a_repeated_decision_tells_the_session_that_it_was_asked_with(sessions: Sessions, name: bytes) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    agent = Agent(name=name)
+    await sessions.step(agent, LARGE)
+    assert agent.held
+    await sessions.change(agent, place=Place.IN)
+    assert isinstance(await sessions.again(agent), Decision)
+    assert agent.asked is not None
+    agent.asked.session = agent.asked.session[:1] + agent.sid
+    again = await sessions.fleet.queue.decide_in_turn(agent.asked)
+    assert isinstance(again, Decision)
+    assert (again.outcome, again.session) == ("known", agent.sid)
+
+
+async def test_a_request_of_a_client_with_limits_is_under_way_while_it_has_a_lease(sessions: Sessions) -> None:
+    """The client's tag is at the end of its reservation's id."""
+    older, agent = await sessions.turn(200), Agent()
+    await sessions.change(older, first_ms=0.0)
+    limits, chain = ClientLimits("client", 10), sessions.keyspace.chain(LARGE)
+    told = await sessions.fleet.queue.decide_in_turn(
+        sessions.keyspace.ask(
+            chain,
+            reservation=new_reservation(1, client=limits.tag),
+            tenant=agent.tenant,
+            limits=limits,
+            session=bytes([agent.hint]),
+        )
+    )
+    assert isinstance(told, Decision)
+    agent.sid = told.session
+    await sessions.passes(agent, 40)
+    await sessions.change(older, since_ms=(await sessions.record(agent)).since_ms + 40_000)
+    await sessions.tick()
+    assert (await sessions.record(agent)).running == 1
+    end = SessionEnd(agent.sid, "t")
+    await sessions.fleet.bookings.settle(told.reservation, "finished", session=end)
+    await grown(sessions, older, agent, tokens=16 * 600)
+    yields = sessions.keyspace.keys.prefix + "yields:w1.0"
+    assert await cast("Any", sessions.keyspace.store.lrange(yields, 0, -1)) == [told.reservation[:25].encode()]
 
 
 async def test_a_lost_ledger_holds_nobody(sessions: Sessions) -> None:

@@ -182,6 +182,7 @@ class Trait(IntEnum):
     CALLED = 2  # its last answer ended in tool calls
     JUDGED = 4  # its kind has learned from it whether it is an agent
     PLACED = 8  # it had a place once
+    USES_TOOLS = 16  # an answer of it ended in tool calls once
 
 
 ROW = struct.Struct(">" + "".join(numbers_of(LoadRow).values()))

@@ -8,15 +8,16 @@ session is held. Requests of others than agents are never held and take no place
 
 A session without a name is known by its prompt: each prompt of a session contains the one before. So at waypoints
 (depths of blocks in a geometric row) keys name the sessions whose prompts went through that block, and a session is the
-request's if its last full block is in the request's chain. Of several the one without a request under way is taken. If
-all have one, or if the request has another name, the request is a fork: it gets a session of its own, with the arrival
+request's if its last full block is in the request's chain. Of several the one without a request under way is taken.
+(One whose lease is gone is not under way: a decision whose answer was lost is settled without its session.) If all have
+one, or if the request has another name, the request is a fork: it gets a session of its own, with the arrival
 of its parent and all that is known of it. So a client that names each request anew gains nothing.
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
 priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions).
 Returns the answer HELD; or nil, the candidate to take, and a function: to be called without arguments if the request
 must wait for a turn, and once it is booked with the candidate and the tokens booked there; it returns the session's id.
-Cost: 4 calls; 3 more for a new session, and one for each engine; 3 once it is booked
+Cost: 4 calls; 3 more for a new session, and one for each engine; 1 if a request is under way; 3 once it is booked
 Keys that depend on data: sessions, session_line, places, way:<tenant><hash>
 --]]
 local call, sub, floor, max, band = redis.call, string.sub, math.floor, math.max, bit.band
@@ -37,6 +38,15 @@ return function(s, w, request)
   local size, n = tonumber(ARGV[request.chain + 1]) or 1, floor(#hashes / 8)
   local kind = band(flags, HINT_TOOLS) ~= 0 and KIND_TOOLS or band(flags, HINT_NAMED) ~= 0 and KIND_NAMED or KIND_PLAIN
   local way, alike -- key of the deepest waypoint; the sessions that it names
+
+  local function read(name)
+    local r = ledger.read(name)
+    if r and r.running == 1 then
+      local lease = call("HGET", prefix .. "lease", r.reservation)
+      if not lease or lease:byte(LEASE_STAGE_AT) > STAGE_STARTED then r.running, r.booked = 0, 0 end
+    end
+    return r
+  end
 
   local function block(depth) return sub(hashes, depth * 8 - 7, depth * 8) end
 
@@ -62,7 +72,7 @@ return function(s, w, request)
       local names = ways[k] or ""
       for at = #names - SID_BYTES + 1, 1, -SID_BYTES do
         local name = sub(names, at, at + SID_BYTES - 1)
-        local r = not seen[name] and ledger.read(name)
+        local r = not seen[name] and read(name)
         seen[name] = true
         if r and r.blocks > 0 and r.blocks <= n and block(r.blocks) == r.tail then
           if r.running == 0 then return name, r end
@@ -84,7 +94,7 @@ return function(s, w, request)
 
   local function plain() return nil, w, function() return "" end end
   if #id < SID_TO then return plain() end
-  local record, parent = sid ~= "" and ledger.read(sid), nil
+  local record, parent = sid ~= "" and read(sid), nil
   local is_new = false
   if not record then
     local name, found, busy
@@ -111,7 +121,7 @@ return function(s, w, request)
       record.heard = now
       return ledger.write(sid, record)
     end
-    record.slot, record.since, record.heard, record.reservation = s.slots[i], now, 0, sub(id, 1, CLIENT_AT - 1)
+    record.slot, record.since, record.heard, record.reservation = s.slots[i], now, 0, id
     record.running, record.booked = record.running + 1, record.booked + booked
     if n > 0 then record.blocks, record.tail = n, block(n) end
     ledger.write(sid, record)

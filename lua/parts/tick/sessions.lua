@@ -17,7 +17,7 @@ Cost: O(sessions), at most 4,096, and 256 of the line
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
-local BUSY = 0.5 -- share of its time in prefill below which an engine has time to compute contexts again
+local BUSY = 0.4 -- share of its time in prefill below which an engine has time to compute contexts again
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
@@ -134,7 +134,7 @@ return function(prefix, now, constants, rows, bound)
         local yields = prefix .. "yields:" .. engine.worker
         change(idle.sid, function(r)
           r.place, r.in_ms = PLACE_OUT, 0
-          call("RPUSH", yields, r.reservation)
+          call("RPUSH", yields, sub(r.reservation, 1, CLIENT_AT - 1))
         end)
         call("LTRIM", yields, -MOST_YIELDS, -1)
         call("EXPIRE", yields, YIELDS_KEPT_S)
