@@ -221,6 +221,27 @@ async def test_an_answer_without_tool_calls_gives_up_the_place(sessions: Session
     assert (await sessions.record(agent)).place == place
 
 
+async def test_a_session_that_calls_tools_ends_with_an_answer_that_calls_none(sessions: Sessions) -> None:
+    agent = await sessions.turn()
+    await sessions.step(agent, 10)
+    await sessions.ends(agent, "o")
+    assert (await sessions.record(agent)).place == Place.OUT, "however soon it came back before"
+
+
+@pytest.mark.parametrize(("hint", "place"), [(Hint.TOOLS, Place.OUT), (CHAT, Place.IN)])
+async def test_where_ends_are_known_an_engine_has_time_only_if_it_is_hardly_busy(
+    sessions: Sessions, hint: int, place: Place
+) -> None:
+    agents = [Agent(hint=hint) for _ in range(3)]
+    for agent in agents:
+        for _ in range(2):
+            await sessions.step(agent, 100)
+            await sessions.ends(agent, "t" if hint else "o")
+    await sessions.keyspace.change(1, busy_share=26_000)
+    await grown(sessions, *agents)
+    assert (await sessions.record(agents[-1])).place == place
+
+
 async def test_an_ended_session_is_forgotten(sessions: Sessions) -> None:
     agent = await sessions.turn(100, "e")
     assert not await cast("Any", sessions.keyspace.store.hexists(sessions.keyspace.keys.sessions, agent.sid))

@@ -1,14 +1,17 @@
 --[[
 tick/sessions: keeps the ledger of sessions, once a second: ends places, pauses sessions, and lets in those that wait.
 
-The ledger binds while some engine whose cache is full computes prompts for BUSY of its time or more, and for BINDS_MS
-afterwards; then all of its keys are deleted. Engines whose capacity is not known take no part.
+The ledger begins to bind when some engine whose cache is full computes prompts for BUSY of its time, and goes on while
+one does for HARDLY_BUSY of its time, and for BINDS_MS afterwards; then all of its keys are deleted. Engines whose
+capacity is not known take no part.
 A place ends when its session had no request for the time in which its engine computes a whole cache (5 s to 60 s): to
 compute a context again is then cheaper than to keep it. An engine whose sessions need more than its capacity (what the
 requests of others leave of its cache) pauses its youngest idle sessions until the rest fits, unless it has time to
-compute. Then those who wait are let in, in the order of the line, up to ADMIT of a capacity: if no engine has room for
-the first of them, all wait. A new session is taken from the tenant whose sessions have the fewest tokens. A paused
-session gets a place after paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
+compute. (It has, if it is less than HARDLY_BUSY. Where most sessions in have not called tools, the bound is BUSY, since
+nobody tells their ends: some of the places that seem taken are of sessions that are over.) Then those who wait are let
+in, in the order of the line, up to ADMIT of a capacity: if no engine has room for the first of them, all wait. A new
+session is taken from the tenant whose sessions have the fewest tokens. A paused session gets a place after
+paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
 
 Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and whether
 the ledger bound so far.
@@ -17,7 +20,7 @@ Cost: O(sessions), at most 4,096, and 256 of the line
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
-local BUSY = 0.4 -- share of its time in prefill below which an engine has time to compute contexts again
+local BUSY, HARDLY_BUSY = 0.5, 0.3 -- share of an engine's time in prefill
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
@@ -31,7 +34,7 @@ local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
 local MOST_HELD, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
 
 -- Return the engines that take part, by slot; whether the ledger binds by their state; the smallest cache in tokens.
-local function engines_of(rows, constants, now)
+local function engines_of(rows, constants, now, bound)
   local engines, binds, smallest, sizes = {}, false, huge, {}
   for scheme, tokens in constants.block_sizes:gmatch("(%d+)=(%d+)") do sizes[tonumber(scheme)] = tonumber(tokens) end
   for i = 1, #rows, 2 do
@@ -41,10 +44,10 @@ local function engines_of(rows, constants, now)
     local tokens = capacity * (sizes[scheme] or 0)
     if tokens > 0 and band(flags, ROUTABLE_MASK) == ROUTABLE then
       share, tps = (include "shared/busy_share")(share, prefill > 0, since, now), tps > 0 and tps or UNKNOWN_SPEED
-      local is_busy = share >= BUSY * BUSY_ALWAYS
-      binds, smallest = binds or is_busy and blocks >= FULL_SHARE * capacity, min(smallest, tokens)
-      engines[slot] = { worker = rows[i], tokens = tokens, context = decode + foreign_decode, is_busy = is_busy,
-        has_time = not is_busy and prefill + foreign < ENTERS_WAIT_S * tps,
+      local keeps_on = share >= (bound and HARDLY_BUSY or BUSY) * BUSY_ALWAYS and blocks >= FULL_SHARE * capacity
+      binds, smallest = binds or keeps_on, min(smallest, tokens)
+      engines[slot] = { worker = rows[i], tokens = tokens, context = decode + foreign_decode,
+        busy_share = share / BUSY_ALWAYS, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
         gap = max(LEAST_GAP_MS, min(MOST_GAP_MS, tokens / tps * 1000)), taken = 0, booked = 0, inside = 0, idle = {} }
     end
   end
@@ -53,7 +56,7 @@ end
 
 return function(prefix, now, constants, rows, bound)
   local ledger, line = (include "shared/sessions")(prefix, now), prefix .. "session_line"
-  local engines, binds, smallest = engines_of(rows, constants, now)
+  local engines, binds, smallest = engines_of(rows, constants, now, bound)
   local new_let_in = 0
   local state, tenants = ledger.state(), {} -- tenants: tokens of their sessions that have places
   if binds then
@@ -79,7 +82,7 @@ return function(prefix, now, constants, rows, bound)
   -- Count every session, end what is over, and make the line anew if it does not have those that are held.
   local function count()
     local held, shared, all = {}, {}, call("HGETALL", prefix .. "sessions")
-    local every = math.ceil(#all / 2 / MOST_SAMPLES)
+    local every, tool_users = math.ceil(#all / 2 / MOST_SAMPLES), 0
     state.inside = 0
     for k = 1, #all, 2 do
       local sid, packed = all[k], all[k + 1]
@@ -102,6 +105,7 @@ return function(prefix, now, constants, rows, bound)
         else
           local own = max(0, tokens - min(common, state.common))
           enter(engine, sub(packed, at, at + 7), own)
+          if band(traits, TRAIT_USES_TOOLS) ~= 0 then tool_users = tool_users + 1 end
           engine.booked = engine.booked + booked
           if idle and heard == 0 then engine.idle[#engine.idle + 1] = { sid = sid, first = first, own = own } end
         end
@@ -120,17 +124,20 @@ return function(prefix, now, constants, rows, bound)
     end
     table.sort(shared)
     state.common = shared[math.ceil(#shared / 4)] or 0
+    return 2 * tool_users >= state.inside and HARDLY_BUSY or BUSY
   end
 
-  -- Compute the capacities, and pause the youngest idle sessions of engines whose sessions do not fit.
-  local function pause()
+  -- Compute the capacities, and pause the youngest idle sessions of engines whose sessions do not fit. busy: the share
+  -- of its time in prefill below which an engine has time.
+  local function pause(busy)
     local gap = 0
     for _, engine in pairs(engines) do
       gap = max(gap, engine.gap)
+      engine.has_time = engine.busy_share < busy and not engine.waits
       engine.capacity = max(0, engine.tokens - state.common - max(0, engine.context - engine.booked))
       table.sort(engine.idle, function(p, q) return p.first > q.first or p.first == q.first and p.sid > q.sid end)
       for _, idle in ipairs(engine.idle) do
-        if engine.taken <= engine.capacity or not engine.is_busy then break end
+        if engine.taken <= engine.capacity or engine.busy_share < busy then break end
         local yields = prefix .. "yields:" .. engine.worker
         change(idle.sid, function(r)
           r.place, r.in_ms = PLACE_OUT, 0
@@ -193,8 +200,7 @@ return function(prefix, now, constants, rows, bound)
     end
   end
 
-  count()
-  pause()
+  pause(count())
   serve_line()
   if call("ZCARD", line) > 0 or new_let_in > 0 then
     local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
