@@ -263,7 +263,7 @@ async def playing(fleet: Fleet, *groups: tuple[Agents, int], hangs_up: bool = Fa
         play.cancel()
         await asyncio.gather(play, return_exceptions=True)
         for agents, _ in groups:
-            print(agents.told)
+            print(agents.told, *agents.failures, sep="\n")
         await look.scripts.close()
 
 
