@@ -70,7 +70,8 @@ class LastKnown:
     @property
     def workers(self) -> Sequence[WorkerView]:
         """The workers to choose from, routable or not."""
-        if self._last.read_at - self._none_since < LAST_KNOWN_S:  # times of readings, so only time with Redis counts
+        none_for_s = self._last.read_at - self._none_since  # of times of readings, so only time with Redis counts
+        if self._last is self._with_routable or none_for_s < LAST_KNOWN_S:
             return self._with_routable.workers
         return self._lost() if time.monotonic() - self._answered_at < LAST_KNOWN_S else self._last.workers
 

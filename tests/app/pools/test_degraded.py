@@ -146,6 +146,17 @@ async def test_workers_that_redis_has_lost_stay_in_use_while_they_answer(fleet: 
     assert all(view.routable for view in known.workers)
 
 
+async def test_workers_that_joined_again_are_known_though_they_answered_while_they_were_missing(
+    fleet: Fleet, now: float
+) -> None:
+    """Redis came back empty, its workers have joined again, and Redis is away once more."""
+    known = LastKnown(fleet)
+    for age, workers in ((LAST_KNOWN_S + 2, (worker("a"),)), (LAST_KNOWN_S + 1, ()), (0.0, (worker("a"),))):
+        known.show(View(workers, read_at=now - age))
+    known.answered()
+    assert list(known.workers) == [worker("a")]
+
+
 def test_redis_is_asked_again_after_a_while() -> None:
     fallback = DegradedMode(0.0)
     patient = DegradedMode(60.0)
