@@ -358,7 +358,7 @@ class Settings:
         "longest time for which an agent's session that lost its place in the caches is held (operate.md)",
     )
     session_wait_max_s: float = _setting(
-        600.0,
+        900.0,
         "a new session of an agent is refused (429) at its first request if it would be held for longer than this; 0 = "
         "sessions are never held",
     )
