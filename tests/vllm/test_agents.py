@@ -51,7 +51,7 @@ ENGINES, BLOCKS, OVERCOMMIT = 2, 256 * SCALE, 1.5
 FIRST, RESULT = 500 * SCALE, 160 * SCALE
 SYSTEM, STEPS, ANSWER = 64, 10, 2
 MOST_TOKENS = 3_200 * SCALE
-SECONDS, SKIP, SPEED = 120, 0.4, 6.0  # seconds of the clock; at that speed all sessions of the loop begin within 10
+SECONDS, SKIP, SPEED = 150, 0.4, 6.0  # seconds of the clock; at that speed all sessions of the loop begin within 10
 GAPS_S = (0.3, 1.0)
 #: A step that waits for an engine waits as long as it takes, or the fleet without a ledger would refuse some.
 SETTINGS = {"WARMFLEET_QUEUE_TIMEOUT_S": "600"}
