@@ -256,10 +256,7 @@ def random_call(rng: random.Random, name: str) -> list[Any]:
     """Return the arguments of a decision."""
     chain = chain_of(rng)[: 8 * rng.choice((40, 40, 33, 12, 1, 0))]
     prompt = len(chain) // 8 * BLOCK_TOKENS + rng.choice((1, 15, 3_000))
-    weights = Weights(
-        decode_s_per_token=rng.choice((1e-7, 1e-6)), min_match_tokens=rng.choice((0, 0, 200)),
-        decode_price=0.0, context_price=0.0,
-    )  # fmt: skip
+    weights = Weights(decode_s_per_token=rng.choice((1e-7, 1e-6)), min_match_tokens=rng.choice((0, 0, 200)))
     constants = Constants(
         weights=weights, limits=QueueLimits(rng.choice((0.0, 0.05, 0.5, 5.0)), tickets=rng.choice((1, 9))),
         block_tokens={SCHEME: BLOCK_TOKENS},

@@ -54,7 +54,7 @@ async def test_the_term_is_the_work_and_the_context_for_each_answer(keyspace: Ke
         assert (await told(keyspace, chain))[1] == pytest.approx({"w1.0": tokens / 10_000, "w2.0": 0.0}, abs=2e-6)
 
 
-@pytest.mark.parametrize(("busy", "part"), [(0.5, 1.0), (0.725, 0.5), (0.9, 0.0)])
+@pytest.mark.parametrize(("busy", "part"), [(0.5, 1.0), (0.825, 0.5), (0.95, 0.0)])
 async def test_a_fleet_near_its_limit_places_prompts_for_their_first_token_alone(
     keyspace: Keyspace, busy: float, part: float
 ) -> None:
@@ -65,3 +65,7 @@ async def test_a_fleet_near_its_limit_places_prompts_for_their_first_token_alone
     full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * (CONTEXT + 1_601)) / 10_000
     found = (await told(keyspace, keyspace.chain(100)))[1]
     assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full)
+    cache = round(ANSWERS * CONTEXT / busy / 16)
+    await keyspace.change(1, busy_share=0, capacity_blocks=cache)
+    found = (await told(keyspace, keyspace.chain(100)))[1]
+    assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full), "the cache is as full of contexts"

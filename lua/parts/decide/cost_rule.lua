@@ -15,9 +15,10 @@ decide/baseline_policies.
             So a system prompt that two workers hold costs nothing
   overfill  fill of the worker's cache less the mean fill: the fuller the cache, the more each computed token evicts
   crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
-  decodes, context  requests in flight, and tokens of their contexts. Each step of an engine computes a part of a prompt and
-            a token of each answer: computing delays all answers, and a step takes longer the more context they have
-  fades     1, but towards 0 for a fleet near its limit, where prompts placed for the sake of answers make lines longer
+  decodes, context  requests in flight, and tokens of their contexts. A step of an engine computes part of a prompt, and
+            a token of each answer: computing delays all answers, and steps are longer the more context they have
+  fades     1, but down to 0 as the mean strain grows from WARM to HOT: lines grow then if prompts are placed for
+            the sake of answers. An engine's strain: busy_share or, if larger, the share of its cache that contexts need
   busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
             work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
@@ -31,9 +32,9 @@ is no reason to join a longer line if the objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
-total_fill, decodes, contexts, total_busy; base_s and busy_share, for terms and objective_s only), from decide/prefix_match (matched, speculated,
-block), and the request: policy, prompt, seed, prefix_tokens, order, objective_s, constants (shared/constants), turn
-(decisions that round_robin has made).
+total_fill, decodes, contexts, total_strain; base_s and busy_share, for terms and objective_s only), from
+decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
+objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
@@ -43,7 +44,7 @@ or objective; with other policies also match, smallest, imbalance, bound or turn
            lost, overfill and crowd, busy_share, label_price, decodes and context
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local WARM, HOT = 0.65, 0.8 -- the fleet's share of time in prefill from which the decode terms fade, and have faded
+local WARM, HOT = 0.75, 0.9 -- mean strain (fades) from which on the decode terms fade, and count nothing
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -140,7 +141,7 @@ local function lowest_cost(s, own, home)
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
   local decodes, contexts = s.decodes, s.contexts
-  local fades = max(0, min(1, (HOT - s.total_busy / count) / (HOT - WARM)))
+  local fades = max(0, min(1, (HOT - s.total_strain / count) / (HOT - WARM)))
   local decode_price, context_price = fades * constants.decode_price, fades * constants.context_price
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
