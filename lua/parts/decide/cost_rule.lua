@@ -143,6 +143,7 @@ local function lowest_cost(s, own, home)
   local decodes, contexts = s.decodes, s.contexts
   local fades = max(0, min(1, (HOT - s.total_strain / count) / (HOT - WARM)))
   local decode_price, context_price = fades * constants.decode_price, fades * constants.context_price
+  local is_priced, decode_s = label_prices or decodes, 0 -- one test for each candidate where neither is in use
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
@@ -170,12 +171,13 @@ local function lowest_cost(s, own, home)
     local evicts = overfill > 0 and pressure * overfill * uncached or 0
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local seconds = load_s[i] + (work + evicts) / tps
-    if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
-    local decode_s = 0
-    if decodes then
-      local n = decodes[i]
-      decode_s = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
-      seconds = seconds + decode_s
+    if is_priced then
+      if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
+      if decodes then
+        local n = decodes[i]
+        decode_s = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
+        seconds = seconds + decode_s
+      end
     end
     if terms then
       local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves

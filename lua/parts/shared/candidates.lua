@@ -32,7 +32,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   local load_s, speed, fill, usable, by_slot, unmatchable, crowd = {}, {}, {}, {}, {}, {}, nil
   local base_s, busy_share = split and {}, split and {}
   local decodes = (constants.decode_price > 0 or constants.context_price > 0) and {} or nil
-  local contexts, total_strain = decodes and {}, 0
+  local contexts, total_strain, is_detailed = decodes and {}, 0, split or decodes
 
   -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
   -- may not be matched; else the table of by_slot for its scheme. Stored, except of workers on trial.
@@ -93,11 +93,13 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
       if busy > 1 then busy = 1 end
       local base = ahead / tps + decode_s_per_token * context
       load_s[count] = wait_price * base + place_s * busy
-      if split then base_s[count], busy_share[count] = base, busy end
-      if decodes then
-        decodes[count], contexts[count] = floor(flight_and_slot / U32), context
-        local filled = most > 0 and context / most or 0
-        total_strain = total_strain + (filled > busy and filled or busy)
+      if is_detailed then
+        if split then base_s[count], busy_share[count] = base, busy end
+        if decodes then
+          decodes[count], contexts[count] = floor(flight_and_slot / U32), context
+          local filled = most > 0 and context / most or 0
+          total_strain = total_strain + (filled > busy and filled or busy)
+        end
       end
     elseif rows == all then
       rows = {}
