@@ -5,6 +5,7 @@
     make -s bench NAME=order ARGS="--quick"                      # a first look: one minute
     make -s bench NAME=order ARGS="--case agents-tight --loads 0.6 --fleets ours,oracle,sticky --seeds 1"
     make -s bench NAME=order ARGS="--case generated --rows 600"  # needs no trace
+    make -s bench NAME=order ARGS="--case decodes --fleets ours,decoding"  # with the decode terms
     make -s bench NAME=order ARGS="--policies all --fleets ours --case conversation --mode step"
     make -s bench NAME=order ARGS="--fleets ours --rule kappa0:kappa=0 --rule half:stock=4"
 
@@ -16,6 +17,10 @@ pools and queues (`warmfleet_loadtest.simulator.choosers`); no router runs. A lo
 compute under the oracle: the trace is played as fast as that takes. Each seed begins the trace at another place, and
 has a speed of its own: busy hours come early or late then, so engines would be more or less busy at one speed for all.
 
+In the case `decodes` engines and tokens are those of `virtual_sessions`, times are real seconds, and a load is a share
+of the requests that the engines can serve. `tpot` is the mean time of an answer's token, `end` that to an answer's end.
+`decoding` is `ours` with the two decode terms of the cost, which are off by default.
+
 The case `starve` is another load, of the fleet `ours` alone (`virtual_starve`): prompts of 100,000 tokens beside short
 ones for ten minutes at .9 busy, and two tenants of which one wants ten times as much as the other.
 
@@ -23,6 +28,7 @@ Tables go to standard error. The last line of standard output is one JSON object
 load and fleet (means over seeds, trace seconds). Its bounds are `hot_mean_over_oracle` and `hot_p99_over_oracle`
 (conversation, worst of the loads from .8 on), `mid_mean_over_oracle` (worst of those from .4 to .6),
 `agents_mean_over_best` and `agents_p99_over_best` (over the better of oracle and sticky, worst of all agents' loads),
+`decoding_mean_over_ours`, `decoding_p99_over_ours`, `decoding_end_over_ours` (worst of the loads up to .85),
 `starved_worst_over_bound` (the worst wait over its bound) and `tenants_work_ratio`. The latter is told for four pools,
 too: with `_spread` at its end if no prompts begin alike, with `_alike` if all of the tenant that wants less do. A bound
 whose loads were not played is missing. `idle_while_waiting` of a row is the share of time in which engines have
@@ -49,6 +55,7 @@ from tests.bench.virtual_idle import SAMPLE_S, IdleGaps
 from tests.bench.virtual_plans import QUEUE, arrivals, engine
 from tests.bench.virtual_plots import draw_panels, drawn
 from tests.bench.virtual_rivals import RIVALS, opened, play_rival, rotated
+from tests.bench.virtual_sessions import ENGINE, scaled
 from tests.bench.virtual_starve import starve, tenants
 from tests.bench.virtual_store import private_server
 
@@ -80,6 +87,7 @@ class Case:
 
     speed: keeps them about half busy. rows: of the trace. closed: False makes a closed loop an open one.
     seeds: beginnings of the trace. Ten for agents: means of three of them differ from that of ten by up to 10 %.
+    most_per_s: requests that the engines can serve, if a load is a share of them; tokens and times are real then.
     """
 
     workload: str
@@ -90,6 +98,7 @@ class Case:
     closed: bool = True
     loads: tuple[float, ...] = (0.4, 0.6, 0.8)
     seeds: int = 10
+    most_per_s: float = 0.0
 
 
 CASES = {
@@ -98,9 +107,10 @@ CASES = {
     "agents-roomy": Case("agents", "agents", 1_024, 6.0, 1_500),
     "agents-tight-open": Case("agents", "agents", 512, 5.0, 1_500, closed=False),
     "agents-roomy-open": Case("agents", "agents", 1_024, 6.0, 1_500, closed=False),
+    "decodes": Case("conversation", "", 0, 1.0, loads=(0.5, 0.7, 0.85), seeds=3, most_per_s=9.2),
     "generated": Case("generated", "trace", 1_024, 5.0, 1_200, loads=LOADS, seeds=3),
 }
-PUBLIC = tuple(name for name in CASES if name != "generated")
+PUBLIC = tuple(name for name in CASES if name not in ("generated", "decodes"))
 STARVE = "starve"
 OURS: Mapping[str, float] = {"max_engine_wait_s": QUEUE.max_engine_wait_s, "patience": QUEUE.patience}
 #: Values of the routers' fleets in place of the defaults of ``Weights`` and ``QueueLimits``; names that these do not
@@ -108,10 +118,11 @@ OURS: Mapping[str, float] = {"max_engine_wait_s": QUEUE.max_engine_wait_s, "pati
 #: ``stock``: the number of engines without the plugin.
 RULES: Mapping[str, Mapping[str, float]] = {
     "ours": OURS,
+    "decoding": {**OURS, "decode_price": 0.1, "context_price": 0.05},
     "engines": {"max_engine_wait_s": 2.0, "patience": 0.0, "sorting": 1.0},
 }
 FLEETS = (*RULES, *RIVALS)
-USUAL = tuple(name for name in FLEETS if name != "engines")
+USUAL = tuple(name for name in FLEETS if name not in ("engines", "decoding"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +146,22 @@ class Job:
     def trace(self) -> Trace:
         case = CASES[self.case]
         found = rotated(arrivals(case.workload, self.rows or case.rows), self.seed / self.seeds)
+        if case.most_per_s:
+            found = replace(found, arrivals=tuple(scaled(arrival, found.scale) for arrival in found.arrivals))
         return found if case.closed else opened(found)
 
     def engines(self, speed: float) -> tuple[EngineConfig, ...]:
         case = CASES[self.case]
+        if case.most_per_s:
+            return (ENGINE,) * ENGINES
         costs = load_costs(case.step_time + ("-fcfs" if self.mode == "fcfs" else ""))
         # A token of an arrival stands for `scale` tokens of the trace, which take so many times as long to decode.
         return (engine(costs, case.blocks, self.mode, speed / self.trace().scale),) * ENGINES
+
+    @property
+    def second(self) -> float:
+        """The case's seconds in a second of the run."""
+        return 1.0 if CASES[self.case].most_per_s else self.speed
 
     @property
     def place(self) -> tuple[str, float, int]:
@@ -153,6 +173,9 @@ class Job:
         Agents whose caches are tight tip over: a speed 2 % higher may raise the share by half. So it is searched for
         between the fastest speed that is too slow and the slowest that is too fast.
         """
+        if most_per_s := CASES[self.case].most_per_s:
+            came = self.trace().arrivals
+            return self.load * most_per_s * came[-1].at_s / len(came)
         trace, speed = self.trace(), CASES[self.case].speed * self.load * 2
         slow, fast, nearest = 0.0, math.inf, (math.inf, speed)
         for _ in range(TRIES):
@@ -171,7 +194,7 @@ class Job:
             engines = tuple(replace(engine, limits=replace(engine.limits, sorts=True)) for engine in engines)
         if self.fleet in RIVALS:
             told = uvloop.run(play_rival(self.fleet, trace, engines, self.speed, self.seed))
-            return figures(told.served, [engine.busy_s for engine in told.engines], self.speed)
+            return figures(told.served, [engine.busy_s for engine in told.engines], self.second)
         plan = Plan(engines, self.policy, _with(Weights(), self.rule), REPLICAS, self.speed, self.seed)
         stock = frozenset(range(int(self.rule.get("stock", 0))))
         plan = replace(plan, queue=_with(QueueLimits(), self.rule), sorting=bool(self.rule.get("sorting")), stock=stock)
@@ -181,9 +204,12 @@ class Job:
             played = uvloop.run(play(url, trace, plan))
         if len(played.served) < len(trace.arrivals):
             raise RuntimeError(f"{self.case} at {self.load}: {self.fleet} refused requests, its queue was full")
-        served = [replace(request, ttft_s=request.ttft_s - DISPATCH_S) for request in played.served]
+        served = [
+            replace(request, at_s=request.at_s + DISPATCH_S, ttft_s=request.ttft_s - DISPATCH_S)
+            for request in played.served
+        ]
         busy_s = [worker.engine.busy_s for worker in played.cluster.workers]
-        return figures(served, busy_s, self.speed) | gaps.figures()
+        return figures(served, busy_s, self.second) | gaps.figures()
 
 
 def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
@@ -192,16 +218,21 @@ def _with(defaults: Any, rule: Mapping[str, float]) -> Any:
     return replace(defaults, **{name: types[name](value) for name, value in rule.items() if name in types})
 
 
-def figures(served: Sequence[Answered], busy_s: Sequence[float], speed: float) -> dict[str, float]:
-    """Return the figures of a run without its first requests. TTFT is in trace seconds."""
+def figures(served: Sequence[Answered], busy_s: Sequence[float], second: float) -> dict[str, float]:
+    """Return the figures of a run without its first requests, in the case's seconds."""
     own = sorted(served, key=lambda request: request.at_s)
     counted = own[int(SKIP * len(own)) :]
-    ttft = sorted(request.ttft_s * speed for request in counted)
+    ttft = sorted(request.ttft_s * second for request in counted)
+    lasted = [(second * (request.ended_s - request.at_s), request) for request in counted]
     return {
         "mean": statistics.fmean(ttft),
         **{f"p{q}": quantile(ttft, q / 100) for q in (50, 90, 99)},
         "hit_ratio": sum(request.cached_tokens for request in counted)
         / sum(request.prompt_tokens for request in counted),
+        "tpot": statistics.fmean(
+            (end - second * request.ttft_s) / max(1, request.output_tokens - 1) for end, request in lasted
+        ),
+        "end": statistics.fmean(end for end, _ in lasted),
         "busy": statistics.fmean(busy_s) / own[-1].at_s,
         "requests": len(own),
     }
@@ -269,11 +300,16 @@ def bounds(rows: Sequence[Row], fleet: str = "ours") -> dict[str, float]:
             told[name] = round(max(ratios), 4)
 
     def chats(low: float, high: float) -> Callable[[str, float], bool]:
-        return lambda case, load: not case.startswith("agents") and low <= load <= high
+        return lambda case, load: not case.startswith(("agents", "decodes")) and low <= load <= high
 
     worst("hot_mean_over_oracle", "mean", ["oracle"], chats(0.8, 1.0))
     worst("hot_p99_over_oracle", "p99", ["oracle"], chats(0.8, 1.0))
     worst("mid_mean_over_oracle", "mean", ["oracle"], chats(0.4, 0.6))
+    for figure in ("mean", "p99", "end"):
+        played = [row for row in rows if row.case == "decodes" and row.load <= 0.85]
+        ratios = over(played, figure, "decoding", [fleet]).values()
+        if ratios:
+            told[f"decoding_{figure}_over_{fleet}"] = round(max(ratios), 4)
     for figure in ("mean", "p99"):
         agents = [row for row in rows if row.case.startswith("agents")]
         ratios = over(agents, figure, fleet, ["oracle", "sticky"]).values()
@@ -284,7 +320,7 @@ def bounds(rows: Sequence[Row], fleet: str = "ours") -> dict[str, float]:
 
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table with a row for each case, load and fleet."""
-    names = ("mean", "p50", "p90", "p99", "hit_ratio", "busy", "idle_while_waiting")
+    names = ("mean", "p50", "p90", "p99", "tpot", "end", "hit_ratio", "busy", "idle_while_waiting")
     cells = []
     for row in rows:
         told = (f"{row.figures[name]:.3f}" if name in row.figures else "" for name in names)

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,7 +194,8 @@ class Twin:
 def same(ours: Any, other: Any) -> bool:
     """Tell whether two answers are the same.
 
-    The last digit of seconds may differ in texts such as ``0.1,2.25``, and so may the derived numbers of load rows.
+    The last digit of seconds may differ in texts such as ``0.1,2.25``, and so may the derived numbers of load rows. An
+    older script tells fewer terms of a cost: the others must be 0.
     """
     if isinstance(ours, list | tuple) and isinstance(other, list | tuple):
         return len(ours) == len(other) and all(map(same, ours, other))
@@ -204,7 +206,7 @@ def same(ours: Any, other: Any) -> bool:
     if len(other) > ROW.size and other[ROW.size :].endswith(b".0"):
         return ours[: ROW.size] == other[: ROW.size] and ours.endswith(other[ROW.size :])
     try:
-        pairs = zip(map(float, ours.split(b",")), map(float, other.split(b",")), strict=True)
+        pairs = zip_longest(map(float, ours.split(b",")), map(float, other.split(b",")), fillvalue=0.0)
         return all(abs(one - two) <= 2e-6 + 1e-9 * abs(one) for one, two in pairs)
     except ValueError:
         return False

@@ -24,5 +24,7 @@ def test_a_changed_rule_is_seen(url: str) -> None:
 def test_seconds_in_texts_may_differ_in_their_last_digit() -> None:
     assert same([b"0.100000,2", 7], [b"0.100001,2", 7])
     assert not same([b"0.1,2", 7], [b"0.11,2", 7])
+    assert same([b"0.1,2,0.000000"], [b"0.1,2"])
+    assert not same([b"0.1,2,0.1"], [b"0.1,2"])
     assert not same([b"w1.0"], [b"w2.0"])
     assert not same(([b"1"], {b"load": b"a"}), ([b"1"], {b"load": b"b"}))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.bench.bench_order import OURS, Row, bounds, main, over
+from tests.bench.bench_order import CASES, OURS, Row, bounds, main, over
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_idle import IdleGaps
 from tests.bench.virtual_plans import WORKLOADS, engine
@@ -160,6 +161,19 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert all(row["requests"] == 60 and row["mean"] > 0 for row in told["rows"])
     assert "| generated | 0.83 |" in printed.err
+
+
+def test_prompts_delay_answers_where_tokens_are_real(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "decodes", replace(CASES["decodes"], workload="generated"))
+    options = ["--case", "decodes", "--rows", "60", "--seeds", "1", "--jobs", "1"]
+    assert main([*options, "--loads", "0.2,0.8", "--fleets", "ours,decoding"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    few, _, many, _ = told["rows"]
+    assert 0.0075 < few["tpot"] < many["tpot"], "a step reads the weights, in 5.5 ms, and 2 ms come to that"
+    assert many["end"] > many["mean"] + 100 * few["tpot"]
+    assert {f"decoding_{figure}_over_ours" for figure in ("mean", "p99", "end")} <= told.keys()
 
 
 def test_wrong_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

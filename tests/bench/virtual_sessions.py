@@ -122,14 +122,14 @@ def agents(source: str, number: int, seed: int = 0) -> Agents:
         trace = overlaid(trace, -(-number // len({arrival.session for arrival in trace.arrivals})))
     found: dict[int, Steps] = {}
     for arrival in trace.arrivals:
-        found.setdefault(arrival.session, []).append(_scaled(arrival, trace.scale, AGENT_TIMES))
+        found.setdefault(arrival.session, []).append(scaled(arrival, trace.scale, AGENT_TIMES))
     order = list(found.values())
     if source != "generated":
         random.Random(seed).shuffle(order)
     return Agents.of([_numbered(steps, session) for session, steps in enumerate(order[:number])])
 
 
-def _scaled(arrival: Arrival, scale: float, times: float = 1.0) -> Arrival:
+def scaled(arrival: Arrival, scale: float, times: float = 1.0) -> Arrival:
     prompt, answer = Stretched(arrival.prompt, round(scale * times)), round(scale * arrival.output_tokens)
     return replace(arrival, prompt=prompt, output_tokens=answer)
 
@@ -145,7 +145,7 @@ def chats() -> tuple[Arrival, ...]:
     every = overlaid(trace, 2).arrivals
     pace = len(every) / every[-1].at_s / CHAT_RATE
     return tuple(
-        replace(_scaled(chat, trace.scale), at_s=chat.at_s * pace, session=CHATS + chat.session) for chat in every
+        replace(scaled(chat, trace.scale), at_s=chat.at_s * pace, session=CHATS + chat.session) for chat in every
     )
 
 

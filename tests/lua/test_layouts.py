@@ -123,7 +123,7 @@ def test_no_number_is_a_riddle(name: str) -> None:
 
 async def test_the_constants_of_a_replica_arrive_under_their_names(store: aioredis.Redis) -> None:
     """Each constant has its own value here, so two that change places, in Python or in Lua, are noticed."""
-    weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 77, 88)
+    weights = constants.Weights(2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 1.25, 2.25, 77, 88)
     spans = constants.Spans(lease_ms=101, worker_ttl_ms=102, tombstone_ms=103, ticket_ms=104, linger_ms=105)
     queue, sessions = constants.QueueLimits(9.5, 106, 10.5), constants.SessionLimits(107, 108)
     record = constants.Constants(weights, spans, queue, {7: 16, 8: 32}, {5: 0.5}, sessions).packed
@@ -148,6 +148,8 @@ async def test_the_constants_of_a_replica_arrive_under_their_names(store: aiored
         "wait_price": "6.5",
         "stay": "7.5",
         "place": "8.5",
+        "decode_price": "1.25",
+        "context_price": "2.25",
         "min_match_tokens": "88",
         "paused_max_ms": "107",
         "held_max_ms": "108",

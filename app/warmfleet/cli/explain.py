@@ -40,6 +40,7 @@ TERMS = {
     "evict_s": "EVICT",
     "busy_s": "BUSY",
     "label_s": "LABELS",
+    "decode_s": "DECODE",
 }
 LAST_READING = """\
 Redis does not answer. These are the workers as this replica read them {age_s:.0f} s ago; PREFILL AHEAD, DECODING:
@@ -50,7 +51,7 @@ TERMS_LEGEND = """\
 These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the prompt; AGAIN: of that, what another
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
 the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back;
-LABELS: for preferred labels that it lacks (WARMFLEET_PREFER).
+LABELS: for preferred labels that it lacks (WARMFLEET_PREFER); DECODE: answers there that become slower.
 """
 PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If

@@ -178,6 +178,7 @@ class Terms:
     for those of them that another worker is computing now. leave_s: for those of them that only one other worker has in
     its cache. evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent
     share of time in prefill. label_s: for preferred labels that the worker lacks.
+    decode_s: for answers that the prompt makes slower.
     """
 
     wait_s: float
@@ -187,6 +188,7 @@ class Terms:
     evict_s: float
     busy_s: float
     label_s: float
+    decode_s: float
 
     @classmethod
     def of(cls, told: bytes) -> Terms:

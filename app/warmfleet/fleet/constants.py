@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 #: Version of the packed record, raised when a field changes. Scripts refuse a record of every other version.
-VERSION = 5
+VERSION = 6
 #: The packed fields in order, as lua/parts/shared/constants.lua names them; the number of label prices comes last.
 FIELDS = (
     "lease_ms",
@@ -26,6 +26,8 @@ FIELDS = (
     "wait_price",
     "stay",
     "place",
+    "decode_price",
+    "context_price",
     "min_match_tokens",
     "queue_max",
     "max_engine_wait_s",
@@ -33,7 +35,7 @@ FIELDS = (
     "paused_max_ms",
     "held_max_ms",
 )
-RECORD = struct.Struct(">B4I8dI2d3I")
+RECORD = struct.Struct(">B4I10dI2d3I")
 LABEL_PRICE = struct.Struct(">Id")
 
 
@@ -48,6 +50,8 @@ class Weights:
     wait_price: float = 1.5  # weight of a prefill token ahead: each request booked at a worker delays later ones
     stay: float = 2.0  # weight of a token that only one other worker has cached: a session that moves recomputes it
     place: float = 3.0  # weight of a prompt token at an always busy worker: the session's next turns go there, too
+    decode_price: float = 0.0  # weight of an uncached token per request in flight: its prefill delays their answers
+    context_price: float = 0.0  # weight of a context token: each step of decoding reads all of them
     max_probes: int = 64  # most Redis calls in one decision to find how much confirmed prefix the workers hold
     min_match_tokens: int = 0  # least tokens by which a match must exceed the shortest one to count as longer
 
@@ -128,6 +132,8 @@ class Constants:
             weights.wait_price,
             weights.stay,
             weights.place,
+            weights.decode_price,
+            weights.context_price,
             weights.min_match_tokens,
             limits.tickets,
             limits.max_engine_wait_s,

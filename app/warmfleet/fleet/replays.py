@@ -26,6 +26,8 @@ AT_ONCE = 100  # records that are sent to Redis in one pipeline
 SHOWN = 200  # most characters of an error of Redis that are shown
 #: Numbers of a record that the script takes as arguments of the same names.
 NUMBERS = ("prompt_tokens", "seed", "prefix_tokens", "objective_s", "median_tps", "block_tokens", "now_ms")
+#: Weights that a log from before 2026-11-28 does not name. Its decisions were made as if they were 0.
+LATER_WEIGHTS = {"decode_price": 0.0, "context_price": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     """
     try:
         own = policy in ("", record["policy"])
-        weights = {field.name: record["weights"][field.name] for field in fields(Weights)}
+        told = LATER_WEIGHTS | record["weights"]
+        weights = {field.name: told[field.name] for field in fields(Weights)}
         numbers = {name: record[name] for name in NUMBERS} | {"turn": record["turn"] if own else turn}
         order = record["order"] if own else record["rings"].get(policy, [])
         candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in record["candidates"]]

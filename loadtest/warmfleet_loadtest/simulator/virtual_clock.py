@@ -33,9 +33,9 @@ class Clock:
     now: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answered:
-    """An answered arrival. at_s: when it arrived, in virtual seconds; engine: its number."""
+    """An answered arrival, in virtual seconds. at_s: when it arrived; ended_s: its answer's end; engine: its number."""
 
     at_s: float
     ttft_s: float
@@ -43,6 +43,8 @@ class Answered:
     cached_tokens: int
     engine: int
     session: int
+    output_tokens: int
+    ended_s: float = math.inf
 
 
 class Router(Protocol):
@@ -116,6 +118,7 @@ class VirtualFleet:
         self._stopped = False
         self._order = count()
         self._open: dict[Request, tuple[float, int, int]] = {}  # (arrival time, engine, session)
+        self._begun: dict[Request, Answered] = {}  # whose answer has begun
         self._kept_back: dict[Request, tuple[float, int]] = {}  # (arrival time, session)
         self._sessions: dict[int, list[Arrival]] = {}
 
@@ -211,9 +214,12 @@ class VirtualFleet:
             at, number, session = self._open[request]
             if output.first:
                 ttft = now + engine.costs.first_token_s - at
-                self.served.append(Answered(at, ttft, request.prompt_tokens, request.cached_tokens, number, session))
+                sizes = request.prompt_tokens, request.cached_tokens
+                begun = self._begun[request] = Answered(at, ttft, *sizes, number, session, request.max_tokens)
+                self.served.append(begun)
                 await self._router.started(request, number, now)
             if output.finished:
+                self._begun.pop(request).ended_s = now + engine.costs.first_token_s
                 await self._router.finished(request, number, now)
                 del self._open[request]
                 following = self._sessions.get(session)

@@ -15,7 +15,7 @@ return function(record)
     return nil, redis.error_reply("BAD_ARGUMENT the constants of this replica are not of version " .. CONSTANTS_VERSION)
   end
   local _, lease_ms, ttl_ms, ticket_ms, max_probes, lambda, kappa, pressure_price, decode_s_per_token,
-    wait_price, stay, place, min_match_tokens,
+    wait_price, stay, place, decode_price, context_price, min_match_tokens,
     queue_max, max_engine_wait_s, patience, paused_max_ms, held_max_ms, priced, at = struct.unpack(CONSTANTS, record)
   local label_prices = priced > 0 and {} or nil
   for _ = 1, priced do
@@ -26,7 +26,7 @@ return function(record)
   return {
     lease_ms = lease_ms, ttl_ms = ttl_ms, ticket_ms = ticket_ms, max_probes = max_probes, lambda = lambda,
     kappa = kappa, pressure_price = pressure_price, decode_s_per_token = decode_s_per_token, wait_price = wait_price,
-    stay = stay, place = place,
+    stay = stay, place = place, decode_price = decode_price, context_price = context_price,
     min_match_tokens = min_match_tokens, queue_max = queue_max, max_engine_wait_s = max_engine_wait_s,
     patience = patience, paused_max_ms = paused_max_ms, held_max_ms = held_max_ms, label_prices = label_prices,
     block_sizes = record:sub(at),

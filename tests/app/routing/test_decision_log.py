@@ -77,6 +77,8 @@ async def logged(keyspace: Keyspace, count: int, seed: int = 1) -> list[dict[str
                 lambda_=rng.choice((1.0, 2.0, 1.7)),
                 pressure_price=rng.choice((1.0, 0.3)),
                 min_match_tokens=rng.choice((0, 0, 100)),
+                decode_price=rng.choice((0.0, 0.1)),
+                context_price=rng.choice((0.0, 0.05)),
             )
         )
         objective_s = rng.choice((0.0, 0.0, 0.2))
@@ -137,7 +139,7 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: 
     assert len({entry["why"] for entry in records}) >= 9
     assert sum(entry["why"] == "room" for entry in records) >= 3
     assert len({entry["worker_id"] for entry in records}) == WORKERS
-    for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price"):
+    for weight in ("pressure_price", "decode_s_per_token", "lambda_", "wait_price", "decode_price", "context_price"):
         changed = json.loads(json.dumps(records))
         for entry in changed:
             entry["weights"][weight] *= 1.01
@@ -145,6 +147,15 @@ async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: 
             await check(redis_url, changed)
     with pytest.raises(AssertionError):  # the record contains the time that a prefill has had
         await check(redis_url, [entry | {"now_ms": (entry["now_ms"] + 300) % 2**32} for entry in records])
+
+
+async def test_a_log_without_the_newest_weights_is_replayed_as_it_was(keyspace: Keyspace, redis_url: str) -> None:
+    records = [entry for entry in await logged(keyspace, 60, seed=5) if not entry["weights"]["context_price"]]
+    old = [entry for entry in records if not entry["weights"]["decode_price"]]
+    assert len(old) >= 5
+    for entry in old:
+        del entry["weights"]["decode_price"], entry["weights"]["context_price"]
+    await check(redis_url, old)
 
 
 @pytest.mark.long(minutes=1, shows="4,000 random decisions are logged and replayed with the same result")
