@@ -76,7 +76,7 @@ def test_a_request_that_fails_ends_the_demo_with_a_sentence(
 
     monkeypatch.setattr(demo, "_show", failing)
     with pytest.raises(CommandError) as caught:
-        demo.run(argparse.Namespace())
+        demo.run(argparse.Namespace(agents=False))
     assert str(caught.value) == told
 
 

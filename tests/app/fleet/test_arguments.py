@@ -104,7 +104,7 @@ def recorded(store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
     limits = ClientLimits("team-a", 47, 48)
-    place: Any = (b"8 bytes.", -3, 46, ("e",), False)
+    place: Any = (b"8 bytes.", -3, 46, ("e",), False, True, b"\3name")
     question = Question("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits, *place)
     rest: list[int | bytes] = [5, 16, b"12345678"]
     asked: dict[str, Any] = {
@@ -126,6 +126,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "may_wait": 0,
         "barred": "e",
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
+        "session": b"\3name",
     }
     assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -143,6 +144,7 @@ CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_
         Question,
         *(st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)),
         *(st.none(), st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
+        st.binary(max_size=14),
     ),
     mode=st.sampled_from(Mode),
     in_turn=st.booleans(),
@@ -172,6 +174,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         may_wait=(1 if question.displaces else 2) if question.may_wait else 0,
         barred=",".join(question.barred),
         limits=b"",
+        session=question.session,
     )
     assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 
@@ -241,7 +244,8 @@ async def test_what_the_other_scripts_are_told(recorded: Fleet) -> None:
         (
             "tick",
             {"prefix": prefix, "min_gap_ms": b"21", "ttl_ms": b"22", "forget_ms": b"23", "max_streams": b"24"}
-            | {"used_permille": b"31", "short_ms": b"25", "share_permille": b"28"},
+            | {"used_permille": b"31", "short_ms": b"25", "share_permille": b"28"}
+            | {"constants": recorded.constants.packed},
             (),
         ),
         ("apply", {"prefix": prefix, "worker_id": "w.0", "max_blocks": 26}, ()),
@@ -306,6 +310,6 @@ async def test_constants_of_another_version_are_refused(
     if script == "decide":
         good |= {"policy": "cost", "tenant": "", "limits": ""}
     for record in (other, cut_short, b""):
-        with pytest.raises(BadArgument, match="not of version 4"):
+        with pytest.raises(BadArgument, match=f"not of version {constants.VERSION - 1}"):
             await fleet.scripts.run(script, *argv(script, **good | {"constants": record}))
     assert await keyspace.rows() == before, "nothing is booked"
