@@ -30,7 +30,8 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       then what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens
       that it has used}; or
       {QUEUED, FULL or DISPLACED, number of waiting tickets, ms of work in them, price of the turn in seconds
-      (decide/wait_turn), matched_tokens}: nothing is booked, and only with QUEUED the request has a ticket; or
+      (decide/wait_turn), matched_tokens, session's id (missing: none)}: nothing is booked, and only with QUEUED the
+      request has a ticket; or
       {HELD, session's id, number of sessions before it in the line, sessions in the line, ms until its turn as
       predicted, 1 if it was paused, else 0}: nothing is booked, and hold tells its turn; or
       {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass}: nothing is
@@ -162,7 +163,7 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
       prefix = prefix, per_minute = per_minute, dry = mode == MODE_DRY,
     }, with_room, everybody, queue2_key, leases_key)
     if waits and mode ~= MODE_DRY then
-      if note_session then note_session() end
+      if note_session then waits[#waits + 1] = note_session() end
       return waits
     end
     s.waits, s.turn_s = waits ~= nil, waits and waits[4]

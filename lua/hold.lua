@@ -9,7 +9,7 @@ Returns: {number of sessions in the line, then for each id that does not leave: 
 Cost: O(ids * log line)
 Keys that depend on data: sessions, places
 --]]
-local session_line_key = unpack(KEYS)
+local session_line_key, tick_key = unpack(KEYS)
 local prefix, leaving = ARGV[1], tonumber(ARGV[2])
 local FIRST_SESSION, MOST_SESSIONS = 3, 512
 local call = redis.call
@@ -30,10 +30,12 @@ for i = FIRST_SESSION, FIRST_SESSION - 1 + leaving do
   end
   call("ZREM", session_line_key, ARGV[i])
 end
+-- Without the last number of `tick` the ledger does not bind, and nobody lets the sessions in.
+local binds = (call("GET", tick_key) or ""):find("^%d+ %d+ %d+ %d+ %d+ %d+ %d+$")
 local state, answer = ledger.state(), { call("ZCARD", session_line_key) }
 for i = FIRST_SESSION + leaving, #ARGV do
   local r, ahead, standing = ledger.read(ARGV[i]), call("ZRANK", session_line_key, ARGV[i]), STANDING_WAITS
-  if not r then
+  if not r or not binds then
     standing = STANDING_UNKNOWN
   elseif r.place == PLACE_IN then
     standing = STANDING_TURN

@@ -15,7 +15,7 @@ ARGV: prefix, min_gap_ms, ttl_ms, forget_ms, max_streams, used_permille (of maxm
 Returns: {1 if this call did the work else 0, grace 0/1, number of retired slots, memory short 0/1, granted us, then
       names: events:<id> or server:<id> (a stream with a backlog), snapshot:<id> (the events stream of a worker that
       sends a snapshot, to be applied after the others), forget:<id> (a worker to be forgotten)}
-Cost: O(max_streams), <= 150 us idle; once a second O(workers)
+Cost: O(max_streams), <= 150 us idle; once a second O(workers + sessions)
 Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>, yields:<worker_id>, sessions,
       session_line, places
 --]]
@@ -168,8 +168,11 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   median, room, rows = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local replica = (include "shared/constants")(constants)
   local keeps = replica and replica.held_max_ms > 0 and short == 0
-  if bound or keeps then
-    bound = keeps and (include "tick/sessions")(prefix, now, replica, rows, bound ~= nil) or nil
+  if keeps then
+    bound = (include "tick/sessions")(prefix, now, replica, rows, bound)
+  elseif bound then -- nobody is held without a ledger
+    call("UNLINK", prefix .. "sessions", prefix .. "session_line", prefix .. "places")
+    bound = nil
   end
   local trials = include "tick/trials"
   trials(keys, now, ttl_ms, grace)

@@ -54,7 +54,7 @@ local LIMITS_BYTES = 8 -- length of LIMITS; a ninth byte marks a request that wa
 -- The ledger of sessions (shared/sessions)
 local ADMIT = 0.8 -- share of an engine's capacity up to which sessions are let in
 local FIRST_PACE = 0.008 -- of the sessions in, those per second that end and let in others, until that is learned
-local MAX_SESSIONS = 4096 -- most sessions in the ledger
+local MAX_SESSIONS = 2048 -- most sessions in the ledger
 local SESSION_TEXTS = 16 -- least bytes behind the numbers of a record: tenant and tail, before the reservation
 
 -- The queue (shared/tickets). Flow: priority class and tenant. Place: time in us, as digits, that sorts tickets

@@ -75,6 +75,8 @@ class VirtualTickets:
         if answer.outcome != "queued":
             self._refuse(request)
             return
+        if answer.session:
+            ask = replace(ask, session=ask.session[:1] + answer.session)
         self._waiting[ask.reservation] = request, ask, now
         self._decided[ask.reservation] = now
         if instead is not None:

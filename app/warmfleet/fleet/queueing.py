@@ -27,7 +27,8 @@ class Queued:
     waiting: tickets in the queue. work_s: seconds that the whole fleet needs to compute the uncached parts of these
     tickets' prompts. turn_s: seconds of prefill, plus half of the seconds of waiting, at the worker that the request
     waits for: a price by which pools are compared (lua/parts/decide/wait_turn.lua). matched_tokens: cached there.
-    hold: of a request without a ticket whose session is held until it has a place (outcome ``held``).
+    hold: of a request without a ticket whose session is held until it has a place (outcome ``held``). session: of
+    another, the id in the ledger, which the next decision for this request wants; empty without one.
     """
 
     outcome: Literal["queued", "full", "displaced", "held"]
@@ -36,6 +37,7 @@ class Queued:
     turn_s: float = 0.0
     matched_tokens: int = 0
     hold: Hold | None = None
+    session: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ class Queue:
         command = self._bookings.decide_command(question, Mode.EXPLAIN if explain else Mode.BOOK)
         answer = await self._scripts.call("decide", command, self._scripts.timeouts.request_s)
         if answer[0] in (b"QUEUED", b"FULL", b"DISPLACED"):
-            word, waiting, work_ms, turn_s, matched_tokens = answer
-            return Queued(word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
+            word, waiting, work_ms, turn_s, matched_tokens, *session = answer
+            told = (word.decode().lower(), waiting, work_ms / 1000, float(turn_s), matched_tokens)
+            return Queued(*told, session=session[0] if session else b"")
         if answer[0] == b"HELD":
             hold = Hold.of(answer)
             return Queued("held", hold.in_line, hold.predicted_s, turn_s=hold.predicted_s / 2, hold=hold)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.routing.admission_queue")
 
 BODIES = 2  # memory for waiting bodies, as a multiple of the largest: a tenant gets half, so any body may wait
+HELD_SHARE = 4  # held requests get a quarter of that memory; without room for its body a request is not held
 MAX_RETRY_AFTER_S = 60
 #: Redis ends a hold after 1.5 times the wait that was told (a paused one's bound). If it did not, the replica ends it.
 HELD_TIMES, LATE_S = 1.5, 5.0
@@ -59,7 +60,7 @@ class AdmissionQueue:
         self._tickets = tickets
         self._settings = settings
         self._metrics = metrics
-        self._bytes = 0
+        self._bytes = self._held_bytes = 0
         self._max_bytes = BODIES * settings.body_max_bytes
         self._tenant_bytes: dict[bytes, int] = {}
 
@@ -88,7 +89,10 @@ class AdmissionQueue:
         held_until = 0.0  # set by the first hold
         waiting: Decision | Queued = answer
         while isinstance(waiting, Queued):
-            if waiting.hold is not None:
+            if waiting.hold is not None and self._held_bytes + len(job.body) > self._max_bytes // HELD_SHARE:
+                attempt.chosen.leave_line()
+                waiting = await self._chooser.choose(job, attempt, may_wait=may_wait)
+            elif waiting.hold is not None:
                 held_until = held_until or asyncio.get_running_loop().time() + self._longest_s(waiting.hold)
                 waiting = await self._hold(job, attempt, waiting.hold, held_until, patient_until)
             else:
@@ -116,11 +120,13 @@ class AdmissionQueue:
         booking = attempt.chosen
         pool, began = booking.pool, time.perf_counter()
         attempt.record.held(hold)
+        self._held_bytes += len(job.body)
         try:
             with self._metrics.held.labels(pool.tag).track_inprogress():
                 waits = self._tickets.wait_in_line(pool, attempt.reservation, hold.session)
                 standing = await _until(min(held_until, patient_until), waits)
         finally:
+            self._held_bytes -= len(job.body)
             attempt.record.let_go()
             self._metrics.held_seconds.labels(pool.tag).observe(time.perf_counter() - began)
         if standing is None:

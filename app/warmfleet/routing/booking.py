@@ -138,7 +138,7 @@ class Booking:
         if answer.hold is not None:
             self.state, self.session = HELD, answer.hold.session
         else:
-            self.state = QUEUED if answer.outcome == "queued" else NEW
+            self.state, self.session = QUEUED if answer.outcome == "queued" else NEW, answer.session
 
     def leave_line(self) -> None:
         """Wait for a place no longer: the request goes on without the ledger."""

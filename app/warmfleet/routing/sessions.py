@@ -34,5 +34,5 @@ def session_of(call: Call, request: Request, prompt: IdentifiedPrompt) -> bytes:
     flags = TOOLS * request.declares_tools + ENDS * call.hints.ended
     name = session_key(request, call.hints.session)
     if not name:
-        return _FLAGS[flags]
+        return b"" if prompt.kind == "prefix" else _FLAGS[flags]  # by a part of its prompt it would not be known
     return _FLAGS[flags | NAMED] + b"n" + hashlib.blake2b(call.flow + name, digest_size=NAME_BYTES).digest()

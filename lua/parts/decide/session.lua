@@ -62,6 +62,8 @@ return function(s, w, request)
     return keys
   end
 
+  local function contains(r) return r.blocks > 0 and r.blocks <= n and block(r.blocks) == r.tail end
+
   -- Look for a session whose last prompt this one contains. Returns id and record of one without a request under way,
   -- or nil, nil and the record of one with a request.
   local function recognise()
@@ -74,8 +76,8 @@ return function(s, w, request)
         local name = sub(names, at, at + SID_BYTES - 1)
         local r = not seen[name] and read(name)
         seen[name] = true
-        if r and r.blocks > 0 and r.blocks <= n and block(r.blocks) == r.tail then
-          if r.running == 0 then return name, r end
+        if r and contains(r) then
+          if r.running == 0 and r.heard == 0 then return name, r end
           busy = busy or r
         end
       end
@@ -93,9 +95,12 @@ return function(s, w, request)
   end
 
   local function plain() return nil, w, function() return "" end end
-  if #id < SID_TO then return plain() end
+  if #id < SID_TO or sid == "" and n < LEAST_OWN then return plain() end -- its next request would not be known
   local record, parent = sid ~= "" and read(sid), nil
   local is_new = false
+  if record and record.running > 0 and band(flags, HINT_NAMED) ~= 0 and not contains(record) then
+    sid, record = "", nil -- the name is that of several conversations
+  end
   if not record then
     local name, found, busy
     if n >= 2 then name, found, busy = recognise() end
@@ -117,12 +122,12 @@ return function(s, w, request)
   if record.running == 0 or request.tokens > record.tokens then record.tokens = request.tokens end
 
   local function note(i, booked)
-    if not i then
+    if i then
+      record.slot, record.since, record.heard, record.reservation = s.slots[i], now, 0, id
+      record.running, record.booked = record.running + 1, record.booked + booked
+    else
       record.heard = now
-      return ledger.write(sid, record)
     end
-    record.slot, record.since, record.heard, record.reservation = s.slots[i], now, 0, id
-    record.running, record.booked = record.running + 1, record.booked + booked
     if n > 0 then record.blocks, record.tail = n, block(n) end
     ledger.write(sid, record)
     if n >= 2 and (not is_new or n * size >= record.shared + LEAST_OWN * size) then
@@ -151,29 +156,38 @@ return function(s, w, request)
 
   -- Find the engine that the session may enter: of those with room the one that holds more than half of the prompt,
   -- else the one with the most room.
-  local function entry()
+  -- takes: it enters, if there is one.
+  local function entry(takes)
     local own, engines, best, most, holder = ledger.own_tokens(record, state), ledger.engines(), nil, -math.huge, nil
+    local known = false
     for i = 1, s.count do
       local engine = engines[s.slots[i]]
-      local room = engine and ADMIT * engine.capacity - engine.taken - own or math.huge
-      if room >= 0 or engine.has_time or engine.taken == 0 then
+      local room = engine and ADMIT * engine.capacity - engine.taken - own
+      known = known or engine ~= nil
+      if engine and (room >= 0 or engine.has_time or engine.taken == 0) then
         local held = s.matched[i] or 0
         if held * 2 > s.prompt and (not holder or held > s.matched[holder]) then holder = i end
         if room > most then best, most = i, room end
       end
     end
-    local i = holder or best
+    local i = takes and (holder or best) or nil
     local engine = i and engines[s.slots[i]]
     if engine then
       engine.taken = engine.taken + own
       ledger.keep_engine(s.slots[i], engine.taken, engine.capacity,
         engine.has_time and engine.taken <= ADMIT * engine.capacity)
     end
-    return i
+    return i, known
   end
 
-  local i = not stands and call("ZCARD", line) == 0 and entry()
+  local i, known = nil, true
+  if not stands then
+    local free = call("ZCARD", line) == 0
+    i, known = entry(free)
+  end
+  if not known then return nil, w, note end -- none of these engines takes part in the ledger
   if i then
+    record.slot = s.slots[i]
     ledger.enters(record)
     state.inside = state.inside + 1
     ledger.keep_state(state)
@@ -185,11 +199,10 @@ return function(s, w, request)
   end
   call("ZADD", line, format("%.2f", ledger.stands(record)), sid)
   local ahead = call("ZRANK", line, sid)
-  record.heard = now
   if not stands then
-    local most = record.place == PLACE_PAUSED and s.constants.paused_max_ms or math.huge
+    local most = record.place == PLACE_PAUSED and s.constants.paused_max_ms or s.constants.held_max_ms + 1000
     record.told = min(ledger.wait_ms(state, ahead), most)
   end
-  ledger.write(sid, record)
+  note() -- a client that hangs up and asks again is known by its prompt
   return { "HELD", sid, ahead, call("ZCARD", line), record.told, record.place == PLACE_PAUSED and 1 or 0 }
 end

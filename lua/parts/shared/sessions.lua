@@ -28,7 +28,7 @@ Keys that depend on data: sessions, places
 local call, pack, unpack_from, sub = redis.call, struct.pack, struct.unpack, string.sub
 local min, max, band, format = math.min, math.max, bit.band, string.format
 local STATE, STATE_BYTES = ">ddddddddd", 72
-local ENGINE = ">ddB"
+local ENGINE, ENGINE_BYTES = ">ddB", 17
 local DEFAULT_GAP_MS, DEFAULT_PLACE_MS = 20000, 60000
 local LEARNS = 0.0625 -- weight of a session in the share of its kind, and in the mean time of a place
 local LEAST_TOLD_MS, MOST_TOLD_MS = 20000, 86400000
@@ -78,7 +78,7 @@ return function(prefix, now)
     local all, engines = call("HGETALL", places), {}
     for k = 1, #all, 2 do
       local slot = tonumber(all[k])
-      if slot then
+      if slot and #all[k + 1] >= ENGINE_BYTES then
         local taken, capacity, time = unpack_from(ENGINE, all[k + 1])
         engines[slot] = { taken = taken, capacity = capacity, has_time = time == 1 }
       end

@@ -13,10 +13,11 @@ in, in the order of the line, up to ADMIT of a capacity: if no engine has room f
 session is taken from the tenant whose sessions have the fewest tokens. A paused session gets a place after
 paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
 
-Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and whether
-the ledger bound so far.
+Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and the
+value that the last tick returned (nil: the ledger did not bind). A replica that does not know the blocks' size of some
+proven engine, as it has just started, changes nothing.
 Returns, if it binds, the tokens below which a prompt without name and tools is none of a session.
-Cost: O(sessions), at most 4,096, and 256 of the line
+Cost: O(sessions), at most 2,048, of which 256 change; and 256 of the line
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
@@ -31,7 +32,7 @@ local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have 
 local LEAST_SHARE = 128 -- a prompt below this part of the smallest cache, without name and tools, is no session's
 local NONE = 2147483648 -- more tokens than any prompt has
 local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
-local MOST_HELD, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
+local MOST_HELD, MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 256, 30
 
 -- Return the engines that take part, by slot; whether the ledger binds by their state; the smallest cache in tokens.
 local function engines_of(rows, constants, now, bound)
@@ -41,6 +42,7 @@ local function engines_of(rows, constants, now, bound)
     local row = rows[i + 1]
     local prefill, decode, _, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, share, _, _, since
       = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
+    if not sizes[scheme] and band(flags, FLAG_PROVEN) ~= 0 and capacity > 0 then return nil end
     local tokens = capacity * (sizes[scheme] or 0)
     if tokens > 0 and band(flags, ROUTABLE_MASK) == ROUTABLE then
       share, tps = (include "shared/busy_share")(share, prefill > 0, since, now), tps > 0 and tps or UNKNOWN_SPEED
@@ -58,17 +60,20 @@ return function(prefix, now, constants, rows, bound)
   local ledger, line = (include "shared/sessions")(prefix, now), prefix .. "session_line"
   local engines, binds, smallest = engines_of(rows, constants, now, bound)
   local new_let_in = 0
+  if not engines then return bound end
   local state, tenants = ledger.state(), {} -- tenants: tokens of their sessions that have places
   if binds then
     state.until_ms = now + BINDS_MS
-  elseif not bound then
+  elseif not bound and state.until_ms == 0 then
     return nil
-  elseif state.until_ms < now or state.until_ms > now + BINDS_MS then
+  elseif not bound or state.until_ms < now or state.until_ms > now + BINDS_MS then
     call("UNLINK", prefix .. "sessions", line, prefix .. "places")
     return nil
   end
 
+  local changes = MOST_CHANGES
   local function change(sid, changed)
+    changes = changes - 1
     local r = ledger.read(sid)
     changed(r)
     ledger.write(sid, r)
@@ -93,7 +98,10 @@ return function(prefix, now, constants, rows, bound)
       local first, since, _, heard, slot, tokens, common, booked, _, _, _, running, place, _, traits, _, at
         = unpack_from(SESSION, packed)
       local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > UNHEARD_MS
-      if running > 0 and passed > LEASE_CHECK_MS
+      if changes > 0 and (since > now or heard > now) then -- the clock has stepped back
+        change(sid, function(r) r.since, r.heard = min(r.since, now), min(r.heard, now) end)
+      end
+      if changes > 0 and running > 0 and passed > LEASE_CHECK_MS
           and call("HEXISTS", prefix .. "lease", sub(packed, at + SESSION_TEXTS)) == 0 then
         running, booked, passed = 0, 0, 0
         change(sid, function(r) r.running, r.booked, r.since = 0, 0, now end)
@@ -101,7 +109,7 @@ return function(prefix, now, constants, rows, bound)
       if place == PLACE_IN then
         local idle = running == 0
         if not engine or idle and (heard > 0 and unheard or heard == 0 and passed > engine.gap) then
-          change(sid, give_up)
+          if changes > 0 then change(sid, give_up) end
         else
           local own = max(0, tokens - min(common, state.common))
           enter(engine, sub(packed, at, at + 7), own)
@@ -110,9 +118,10 @@ return function(prefix, now, constants, rows, bound)
           if idle and heard == 0 then engine.idle[#engine.idle + 1] = { sid = sid, first = first, own = own } end
         end
       elseif place ~= PLACE_OUT then
-        if unheard then change(sid, give_up) else held[#held + 1] = sid end
-      elseif running == 0 and packed ~= EMPTY
+        if unheard and changes > 0 then change(sid, give_up) else held[#held + 1] = sid end
+      elseif changes > 0 and running == 0 and packed ~= EMPTY
           and passed > (band(traits, TRAIT_PLACED + TRAIT_CALLED) ~= 0 and AGENT_KEPT_MS or OTHER_KEPT_MS) then
+        changes = changes - 1
         ledger.judge(ledger.read(sid), state, false)
         ledger.drop(sid)
       end
@@ -209,6 +218,6 @@ return function(prefix, now, constants, rows, bound)
   call("UNLINK", prefix .. "places")
   for slot, engine in pairs(engines) do ledger.keep_engine(slot, engine.taken, engine.capacity, engine.has_time) end
   ledger.keep_state(state)
-  if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS then return NONE end -- no more without name and tools
+  if call("HLEN", prefix .. "sessions") >= MAX_SESSIONS / 2 then return NONE end -- the rest is for names and tools
   return max(1, min(NONE, smallest / LEAST_SHARE))
 end

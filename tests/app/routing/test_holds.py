@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -261,3 +262,21 @@ async def test_people_learn_why_a_request_was_held() -> None:
     because = request_reasons.told(record, time.perf_counter())["because"]
     assert "until the caches have room for its session (it was new, 2 sessions before it)" in because
     await fixture.nothing_left()
+
+
+async def test_held_requests_leave_room_for_those_that_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture = Agents()
+    monkeypatch.setattr(fixture.queue, "_max_bytes", 4 * len(fixture.agent().body) + 3)
+    fixture.script("hold hold book book")
+    fixture.first.standing = Standing.WAITS
+    (job, attempt), second = fixture.attempt(fixture.agent()), fixture.attempt(fixture.agent())
+    first = asyncio.create_task(fixture.queue.admit(job, attempt))
+    await fixture.held()
+    assert isinstance(await fixture.queue.admit(*second), Decision), "a second body is not held"
+    assert fixture.first.sessions == [TOOLS, TOOLS, b""]
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    for each in (attempt, second[1]):
+        each.release("finished")
+    assert fixture.queue._held_bytes == 0
