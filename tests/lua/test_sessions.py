@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
-from warmfleet.fleet import ClientLimits, Decision, Hint, Place, Queued, SessionEnd, Standing, new_reservation
+from warmfleet.fleet import (
+    ClientLimits,
+    Decision,
+    Hint,
+    Place,
+    Queued,
+    SessionEnd,
+    SessionLimits,
+    Standing,
+    new_reservation,
+)
 from warmfleet.fleet.rows import Trait
 
 if TYPE_CHECKING:
@@ -518,6 +529,88 @@ async def test_a_lost_ledger_holds_nobody(sessions: Sessions) -> None:
     assert await sessions.standing(held) == [Standing.UNKNOWN]
     await sessions.tick()
     assert isinstance(await sessions.again(held), Decision)
+
+
+async def test_nobody_is_held_once_the_ledger_has_stopped(sessions: Sessions) -> None:
+    """As after a tick of a replica without the ledger, or of an older version."""
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held = Agent()
+    await sessions.step(held, LARGE)
+    told: Any = await sessions.keyspace.store.get(sessions.keyspace.keys.tick)
+    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, b" ".join(told.split()[:6]))
+    assert await sessions.standing(held) == [Standing.UNKNOWN]
+    assert isinstance(await sessions.again(held), Decision)
+    sessions.fleet.use(sessions=SessionLimits())
+    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, told)
+    await sessions.tick()
+    assert {key for key in await keys(sessions) if not key.startswith(b"way:")} == set()
+
+
+async def test_a_replica_that_does_not_know_the_blocks_yet_changes_no_place(sessions: Sessions) -> None:
+    agent = await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    sessions.fleet.use(block_tokens={})
+    await sessions.tick()
+    assert (await sessions.record(agent)).place == Place.IN
+    assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+
+
+async def test_an_engine_outside_the_ledger_draws_no_sessions(keyspace: Keyspace) -> None:
+    sessions = Sessions(keyspace)
+    await sessions.bind(1)
+    await keyspace.worker(2, capacity_blocks=0)
+    for _ in range(2):
+        told = await sessions.step(Agent(), LARGE)
+        assert isinstance(told, Decision)
+        assert told.worker_id == "w1.0"
+    assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+
+
+async def test_a_prompt_that_cannot_be_known_again_makes_no_session(sessions: Sessions) -> None:
+    decided = await sessions.step(Agent(), 1)
+    assert isinstance(decided, Decision)
+    assert decided.session == b""
+
+
+async def test_a_name_of_several_conversations_is_none(sessions: Sessions) -> None:
+    agents = [Agent(name=b"name-of-these") for _ in range(3)]
+    for agent in agents:
+        assert isinstance(await sessions.step(agent, 100), Decision)
+    assert len({agent.sid for agent in agents}) == 3
+
+
+async def test_a_client_that_asks_again_keeps_its_place_in_the_line(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    first, second = Agent(), Agent()
+    await sessions.step(first, LARGE)
+    await sessions.step(second, LARGE)
+    await sessions.fleet.ledger.poll([], [first.sid])
+    again = Agent(first.hashes)
+    told = await sessions.again(again)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    assert (told.hold.session, told.hold.ahead) == (first.sid, 0)
+
+
+async def test_a_session_that_waits_for_its_engine_keeps_place_and_id(sessions: Sessions) -> None:
+    sessions.fleet.use(limits=replace(sessions.fleet.constants.limits, max_engine_wait_s=0.1))
+    await sessions.keyspace.change(1, prefill_tokens=9_000, in_flight=3)
+    agent = Agent(sessions.keyspace.chain(100))
+    ask = sessions.keyspace.ask(
+        agent.hashes, reservation=new_reservation(1), tenant=agent.tenant, session=bytes([Hint.TOOLS])
+    )
+    waits = await sessions.fleet.queue.decide_in_turn(ask)
+    assert isinstance(waits, Queued)
+    assert waits.outcome == "queued"
+    agent.sid = waits.session
+    await sessions.tick()
+    assert (await sessions.record(agent)).place == Place.IN
+    again = await sessions.fleet.queue.decide_in_turn(replace(ask, session=ask.session + waits.session))
+    assert isinstance(again, Queued)
+    assert again.session == waits.session
+    assert len((await sessions.fleet.ledger.read()).sessions) == 1
 
 
 async def test_a_spoilt_record_counts_as_absent(sessions: Sessions) -> None:
