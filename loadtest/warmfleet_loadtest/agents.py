@@ -210,7 +210,7 @@ def figures(played: Played, load: Load, since_s: float, until_s: float) -> dict[
 
 def work(every: Sequence[Sent], steps: Sequence[Sent]) -> tuple[int, int]:
     """Return how many tokens were computed, and were necessary, for the answered ones of ``steps``."""
-    # What a first step finds in the cache is the system prompt, or less.
+    # A first step finds at most the system prompt in the cache.
     shared = max((sent.reply.cached_tokens for sent in every if sent.known < 0 and sent.reply), default=0)
     computed = necessary = 0
     for sent in steps:
