@@ -120,25 +120,25 @@ local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAI
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
-local note_session -- a function to call once the request is booked, or must wait
+local held, note_session -- an answer; a function to call once the request is booked, or must wait
 if least_tokens and session ~= "" and (prompt_tokens >= least_tokens or session ~= NO_HINT)
-    and tenant ~= "" and policy == "cost" and mode ~= MODE_DRY then
-  local held, engine
+    and tenant ~= "" and policy == "cost" then
+  local engine
   held, engine, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
     priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,
-    leases_key = leases_key, came_ms = time[1] * 1000 + time[2] / 1000 })
-  if held then return held end
-  if engine ~= w then
-    w, why, match_seen, s.room = engine, "place", s.matched[engine] or 0, {}
-    for i = 1, s.count do s.room[i] = i == w and 1 or 0 end
+    leases_key = leases_key, came_ms = time[1] * 1000 + time[2] / 1000, dry = mode == MODE_DRY })
+  if held and mode ~= MODE_DRY then
+    if client then client.hold(now + HELD_MS) end
+    return held
   end
+  if engine and engine ~= w then w, why, match_seen = engine, "place", s.matched[engine] or 0 end
 end
 
 local served -- a function to call with the request's work once it is booked
 -- A worker without prefill ahead has room in any case. With a policy that looks at no costs, a request does not wait
 -- for room at its choice, only for room at any worker.
 local is_idle = s.wait[w] == 0 or policy ~= "cost" and s.least_wait == 0
-if others_wait or max_engine_wait_s > 0 and not is_idle then
+if not held and (others_wait or max_engine_wait_s > 0 and not is_idle) then
   local function has_room()
     local room_of = (include "shared/room")(s, max_engine_wait_s, replica.block_sizes)
     if policy == "cost" then return room_of(w) > 0 end
@@ -170,9 +170,16 @@ if others_wait or max_engine_wait_s > 0 and not is_idle then
     if not waits and chosen ~= w then w, why, match_seen = chosen, "room", s.matched[chosen] or 0 end
   end
 end
+if why == "place" then -- for a replay of the decision
+  s.room = {}
+  for i = 1, s.count do s.room[i] = i == w and 1 or 0 end
+end
 local worker, flags = sub(s.rows[w], WORKER_ID_AT), unpack_from(ROW_FLAGS, s.rows[w], FLAGS_AT)
 
-if mode == MODE_DRY then return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen) end
+if mode == MODE_DRY then
+  s.held = held
+  return (include "decide/dump_state")(s, { "DRY", worker, why }, w, match_seen)
+end
 local expires_ms = now + replica.lease_ms
 local prefill, context = reserve(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
 local noted = note_session and note_session(w, context) or ""

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
+from warmfleet.errors import RateLimited
 from warmfleet.fleet import (
     ClientLimits,
     Decision,
     Hint,
+    Hold,
     Place,
     Queued,
     SessionEnd,
@@ -23,6 +25,8 @@ from warmfleet.fleet.rows import Trait
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
+
+    from warmfleet.fleet import Question
 
 CHAT = 0  # hint of a request without a name and tools
 LARGE = 300  # blocks: two such sessions fit into an engine, of which .8 of 1,000 are for sessions
@@ -85,7 +89,7 @@ async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessio
     await sessions.tick()
     assert await sessions.standing(held) == [Standing.WAITS]
     packed = bytearray(await cast("Any", sessions.keyspace.store.hget(sessions.keyspace.keys.places, b"")))
-    packed[24:32] = bytes(8)  # the time until which it binds
+    packed[16:24] = bytes(8)  # the time until which it binds
     await cast("Any", sessions.keyspace.store.hset(sessions.keyspace.keys.places, b"", bytes(packed)))
     await sessions.keyspace.change(1, prefill_tokens=0, busy_share=0)
     await sessions.tick()
@@ -374,7 +378,7 @@ async def test_new_sessions_come_in_the_order_of_their_arrival(sessions: Session
 async def test_a_tenant_with_few_sessions_comes_before_one_with_many(sessions: Sessions) -> None:
     await sessions.turn(LARGE)
     blocker = await sessions.turn(LARGE)
-    many = [Agent() for _ in range(10)]
+    many = [Agent() for _ in range(300)]
     for agent in many:
         await sessions.step(agent, LARGE)
     few = Agent(tenant=b"tenant-2")
@@ -489,6 +493,64 @@ async def test_a_repeated_decision_tells_the_session_that_it_was_asked_with(sess
     again = await sessions.fleet.queue.decide_in_turn(agent.asked)
     assert isinstance(again, Decision)
     assert (again.outcome, again.session) == ("known", agent.sid)
+
+
+async def test_a_held_request_counts_for_the_limits_of_its_client(sessions: Sessions) -> None:
+    """So its turn is not refused. Once no replica names it, it counts no more."""
+    blocker, _ = await sessions.turn(LARGE), await sessions.turn(LARGE)
+    limits, keyspace, agent = ClientLimits("client", concurrency=1), sessions.keyspace, Agent()
+
+    def ask() -> Question:
+        tagged = new_reservation(1, client=limits.tag)
+        more: Any = {"tenant": agent.tenant, "limits": limits, "session": bytes([Hint.TOOLS])}
+        return keyspace.ask(keyspace.chain(LARGE), reservation=tagged, **more)
+
+    first, second = ask(), ask()
+    told = await sessions.fleet.queue.decide_in_turn(first)
+    assert isinstance(told, Queued)
+    assert told.hold is not None
+    with pytest.raises(RateLimited):
+        await sessions.fleet.queue.decide_in_turn(second)
+    counted = f"{keyspace.keys.prefix}client:{limits.tag}"
+    await cast("Any", keyspace.store.zadd(counted, {first.reservation: 1}))  # long past
+    await sessions.fleet.ledger.poll([told.hold.session], counted=[first.reservation])
+    assert await cast("Any", keyspace.store.pttl(counted)) > 1_000
+    with pytest.raises(RateLimited):
+        await sessions.fleet.queue.decide_in_turn(second)
+    await sessions.passes(blocker, 100)
+    await sessions.tick()
+    first.session += told.hold.session
+    assert isinstance(await sessions.fleet.queue.decide_in_turn(first), Decision)
+
+
+async def test_an_explanation_tells_that_a_session_would_be_held_and_writes_nothing(sessions: Sessions) -> None:
+    agent, _ = await sessions.turn(LARGE), await sessions.turn(LARGE)
+    keyspace = sessions.keyspace
+    waiting, paused = Agent(), await sessions.turn(100)
+    await sessions.change(paused, place=Place.OUT)
+    await sessions.step(waiting, LARGE)
+
+    async def explained(chain: bytes) -> tuple[str, Hold | None]:
+        ask = keyspace.ask(chain, reservation=new_reservation(1), session=bytes([Hint.TOOLS]), tenant=b"tenant-1")
+        before = await contents(sessions)
+        _, why, seen = await sessions.fleet.queue.consider(ask)
+        assert await contents(sessions) == before
+        return why, seen.hold
+
+    new = (await explained(keyspace.chain(LARGE)))[1]
+    assert new is not None
+    assert (new.ahead, new.paused) == (1, False)
+    again = (await explained(keyspace.chain(len(paused.hashes) // 8 + 100, paused.hashes)))[1]
+    assert again is not None
+    assert (again.ahead, again.paused, again.session) == (0, True, paused.sid)
+    assert (await explained(keyspace.chain(len(agent.hashes) // 8 + 1, agent.hashes)))[1] is None
+
+
+async def contents(sessions: Sessions) -> dict[bytes, bytes]:
+    """All that Redis holds, by key."""
+    store: Any = sessions.keyspace.store
+    found = {key: await store.dump(key) for key in await store.keys(f"{sessions.keyspace.keys.prefix}*")}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 async def test_a_request_of_a_client_with_limits_is_under_way_while_it_has_a_lease(sessions: Sessions) -> None:

@@ -13,10 +13,18 @@ from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import LedgerView, Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.identified_prompt import identify_here
-from warmfleet.pools.reasons import in_words, ledger_in_words, moved_in_words, places_in_words, queue_in_words
+from warmfleet.pools.reasons import (
+    held_in_words,
+    in_words,
+    ledger_in_words,
+    moved_in_words,
+    places_in_words,
+    queue_in_words,
+)
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
 from warmfleet.routing.pool_choice import HOMES, MOST_ASKED, Offer, at_once, best, prices, turn_s
+from warmfleet.routing.sessions import session_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,8 +169,12 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """The request that ``/explain`` asks about. flow, priority: its tenant and priority in the fair queue."""
+    """The request that ``/explain`` asks about. flow, priority: its tenant and priority in the fair queue.
 
+    form: of its path; empty if this replica has no ledger of sessions.
+    """
+
+    form: str
     request: Request
     hints: Hints
     flow: bytes
@@ -260,6 +272,11 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
         return turn_s(token_s * ahead, token_s * (explained["prompt_tokens"] - row["matched_tokens"]))
 
     rows: list[dict[str, Any]] = explained["candidates"]
+    if explained["held"]:
+        row = next(row for row in rows if row["chosen"])
+        return row["worker_id"], Offer(
+            None, explained["held"]["predicted_s"] / 2, row["matched_tokens"], pool.view.token_s
+        )
     if not explained["waits"]:
         row = next(row for row in rows if row["chosen"])
         return row["worker_id"], Offer(row["cost_s"], turn(row), row["matched_tokens"], pool.view.token_s)
@@ -323,6 +340,7 @@ def _prompt_fields(pool: Pool, prompt: IdentifiedPrompt, why: str, because: str)
         "waits": False,
         "waits_for": "",
         "turn_s": 0.0,
+        "held": None,
         "queue": None,
     }
 
@@ -345,6 +363,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         tenant=inquiry.flow,
         priority=inquiry.priority,
         barred=prompt.unable_workers,
+        session=session_of(inquiry.form, inquiry.flow, hints, request, prompt),
     )
     chosen, why, seen = await pool.fleet.queue.consider(question)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
@@ -359,6 +378,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,
+        "held": held_in_words(seen.hold) if seen.hold else None,
         "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
         "candidates": rows,

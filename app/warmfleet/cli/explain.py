@@ -103,7 +103,11 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:
         would = f"would go to {answer['chosen']} ({answer['because']})"
-        if answer["waits"]:
+        if (held := answer.get("held")) is not None:
+            line = f"{held['ahead']} sessions before it, about {held['predicted_s']:.0f} s"
+            parts.append(f"It would be held until the caches have room for its session ({line}): {held['because']}.")
+            parts.append(f"By COST alone it {would}. Nothing was booked.")
+        elif answer["waits"]:
             parts += _waits(answer)
             parts.append(f"By COST alone it {would}. Nothing was booked.")
         else:

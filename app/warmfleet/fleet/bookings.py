@@ -19,6 +19,7 @@ from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, pack, pack_bytes, pack_int, pack_names, pack_text
+from warmfleet.fleet.ledger import Hold
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS
 from warmfleet.protocol.wire import RESERVATION_PREFIX
@@ -146,6 +147,7 @@ class Seen:
     the queue first. tie_s: the most seconds above the lowest cost that counted as equal. room: if tickets were in the
     queue, but the request was booked at once, the numbers of the rows (from 1) whose workers had room, joined by
     commas. turn_s, turn_at: if the request must wait, ``Queued.turn_s`` and the number of its worker's row; else 0.
+    hold: if the request's session would be held, its place in the line.
     """
 
     context: tuple[int, int, int, int]
@@ -155,14 +157,16 @@ class Seen:
     room: str = ""
     turn_s: float = 0.0
     turn_at: int = 0
+    hold: Hold | None = None
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """Read the part of an answer of ``decide`` that follows its ``why``."""
-        *numbers, waits, tie_s, room, turn_s, turn_at = answer[0]
+        *numbers, waits, tie_s, room, turn_s, turn_at, held = answer[0]
         median, block_tokens, turn, now_ms = map(int, numbers)
         context, rows = (median, block_tokens, turn, now_ms), answer[1:]
-        return cls(context, rows, waits == b"1", float(tie_s), room.decode(), float(turn_s), int(turn_at))
+        hold = Hold.of(held) if held else None
+        return cls(context, rows, waits == b"1", float(tie_s), room.decode(), float(turn_s), int(turn_at), hold)
 
     @property
     def candidates(self) -> list[Candidate]:

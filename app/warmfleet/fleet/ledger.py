@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.fleet.client import argv, pairs
 from warmfleet.fleet.codes import Standing
-from warmfleet.fleet.rows import LoadRow, Place, SessionRecord, Trait
+from warmfleet.fleet.rows import SESSION, LoadRow, Place, SessionRecord, Trait
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet.client import Scripts
 
 ENGINE = struct.Struct(">ddB")  # as lua/parts/shared/sessions.lua packs it
-RECORD_BYTES = struct.calcsize(">4d6I2H4B") + 16
+RECORD_BYTES = SESSION.size + 16  # tenant and tail behind the numbers
 HOLD_AT_ONCE = 128  # most sessions in one poll
 
 
@@ -107,10 +107,16 @@ class Ledger:
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
-    async def poll(self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = ()) -> HoldLine:
-        """Keep the sessions of ``held`` in the line, and take those of ``leaving`` out of it; HOLD_AT_ONCE together."""
+    async def poll(
+        self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = (), counted: Sequence[str] = ()
+    ) -> HoldLine:
+        """Keep the sessions of ``held`` in the line, and take those of ``leaving`` out of it; HOLD_AT_ONCE together.
+
+        counted: held requests of clients with limits, which count as in flight until a few seconds after the last poll.
+        """
         scripts = self._scripts
-        args = argv("hold", [*leaving, *held], prefix=scripts.prefix, leaving=len(leaving))
+        numbers = {"leaving": len(leaving), "counted": len(counted)}
+        args = argv("hold", [*leaving, *held, *counted], prefix=scripts.prefix, **numbers)
         in_line, *told = await scripts.call("hold", scripts.packed["hold"].call(args), scripts.timeouts.request_s)
         stands = [HoldStanding(Standing(told[at]), told[at + 1], told[at + 2] / 1000) for at in range(0, len(told), 3)]
         return HoldLine(in_line, dict(zip(held, stands, strict=True)))

@@ -143,7 +143,6 @@ class SessionRecord:
 
     first_ms: F64  # when it came first: its place in the line
     since_ms: F64  # when its last request began or ended; of a held session, since when it waits
-    in_ms: F64  # when it got its place; 0: it has none
     heard_ms: F64  # when a request of it that waits was last heard of; 0: no request of it waits
     slot: U32  # of the engine that has its context, by the row's slot
     tokens: U32  # of its last prompt and answer

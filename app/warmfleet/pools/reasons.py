@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.fleet import Place
 
 if TYPE_CHECKING:
-    from warmfleet.fleet import LedgerView, Line, Seen, Session
+    from warmfleet.fleet import Hold, LedgerView, Line, Seen, Session
 
 #: The rule that decided, by the scripts' word for it, which is also the label ``why`` of ``warmfleet_decisions_total``.
 REASONS = {
@@ -141,6 +141,13 @@ def ledger_in_words(ledger: LedgerView) -> dict[str, Any] | None:
             for session, state in line
         ],
     }
+
+
+def held_in_words(hold: Hold) -> dict[str, Any]:
+    """Put in words how the session of a request would stand in the line."""
+    state = "paused" if hold.paused else "new"
+    place = {"state": state, "ahead": hold.ahead, "predicted_s": hold.predicted_s}
+    return place | {"because": HELD[state]}
 
 
 def places_in_words(ledger: LedgerView) -> dict[str, dict[str, int]]:

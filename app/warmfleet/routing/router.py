@@ -140,7 +140,9 @@ class Router:
         pools, limits = served.pools, call.limits  # an only pool checks the limits, else ``client_limits``
         if served.several:
             pools, limits = served.order_for(prompt, request.model), None
-        session = session_of(call, request, prompt) if self._has_ledger else b""
+        session = b""
+        if self._has_ledger:
+            session = session_of(call.path.form, call.flow, call.hints, request, prompt)
         logged = self._log.wants()
         return Job(call, request, body, pool, prompt, pools, served.several, limits, priority, logged, session=session)
 

@@ -15,7 +15,7 @@ from warmfleet.pools.policy import session_key
 if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.prompt.request import Request
-    from warmfleet.routing.call import Call
+    from warmfleet.routing.call import Hints
 
 TOOLS, NAMED, ENDS = int(Hint.TOOLS), int(Hint.NAMED), int(Hint.ENDS)
 #: Forms of bodies that ask for one answer to one prompt.
@@ -24,15 +24,16 @@ NAME_BYTES = 12  # with a letter before them as long as every id in the ledger (
 _FLAGS = tuple(bytes((flags,)) for flags in range(TOOLS + NAMED + ENDS + 1))
 
 
-def session_of(call: Call, request: Request, prompt: IdentifiedPrompt) -> bytes:
+def session_of(form: str, flow: bytes, hints: Hints, request: Request, prompt: IdentifiedPrompt) -> bytes:
     """Return ``Question.session`` of a request: a byte of flags, then the session's id if the client names it.
 
-    Empty for a request that takes no part. The id is made of the tenant's flow, too: tenants share no session.
+    Empty for a request that takes no part. form: of its path. The id is made of the tenant's flow, too: tenants share
+    no session.
     """
-    if call.path.form not in FORMS or prompt.prompt_count != 1:
+    if form not in FORMS or prompt.prompt_count != 1:
         return b""
-    flags = TOOLS * request.declares_tools + ENDS * call.hints.ended
-    name = session_key(request, call.hints.session)
+    flags = TOOLS * request.declares_tools + ENDS * hints.ended
+    name = session_key(request, hints.session)
     if not name:
         return b"" if prompt.kind == "prefix" else _FLAGS[flags]  # by a part of its prompt it would not be known
-    return _FLAGS[flags | NAMED] + b"n" + hashlib.blake2b(call.flow + name, digest_size=NAME_BYTES).digest()
+    return _FLAGS[flags | NAMED] + b"n" + hashlib.blake2b(flow + name, digest_size=NAME_BYTES).digest()

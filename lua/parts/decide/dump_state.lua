@@ -6,7 +6,8 @@ verification may have shortened it afterwards). Returns the answer with, at its 
 {median speed (tokens/s), block_tokens, turn (decisions that round_robin has made), time in ms modulo 2^32,
  1 if the request must wait for its turn, else 0, seconds by which costs may differ and count as equal,
  numbers of the candidates with room, joined by commas (if wait_turn looked for room that waiting requests leave over),
- price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait)},
+ price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait),
+ the answer HELD if the session would be held (decide/session), else {}},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in
 seconds, joined by commas (decide/cost_rule)}.
 --]]
@@ -18,7 +19,7 @@ return function(s, answer, chosen, match_seen)
   answer[#answer + 1] =
     { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % U32),
       s.waits and "1" or "0", format("%.6f", s.tie_s), table.concat(with_room, ","),
-      s.turn_s or "0", format("%d", s.waits and s.turn_at or 0) }
+      s.turn_s or "0", format("%d", s.waits and s.turn_at or 0), s.held or {} }
   for i = 1, s.count do
     local row, blocks, tokens = s.rows[i], s.speculated[i], 0
     if blocks then

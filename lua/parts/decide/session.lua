@@ -14,13 +14,14 @@ one, or if the request has another name, the request is a fork: it gets a sessio
 of its parent and all that is known of it. So a client that names each request anew gains nothing.
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
-priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions).
+priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions), dry (nothing
+is written).
 Returns the answer HELD; or nil, the candidate to take, and a function: to be called without arguments if the request
 must wait for a turn, and once it is booked with the candidate and the tokens booked there; it returns the session's id.
 Cost: 4 calls; 3 more for a new session, and one for each engine; 1 if a request is under way; 3 once it is booked
 Keys that depend on data: sessions, session_line, places, way:<tenant><hash>
 --]]
-local call, sub, floor, max, band = redis.call, string.sub, math.floor, math.max, bit.band
+local sub, floor, max, band = string.sub, math.floor, math.max, bit.band
 local log, format, min = math.log, string.format, math.min
 local WAYPOINTS, PER_OCTAVE = 4, 2 -- deepest waypoints that are looked at; waypoints in a doubling of depth
 local EXACT = 1e-9 -- makes up for rounding in powers of two
@@ -29,10 +30,15 @@ local LEAST_OWN = 2 -- blocks of a prompt beyond those of others from which on l
 local WAY_KEPT_MS = 600000
 local SID_FROM, SID_TO, SID_BYTES = 5, 16, 13 -- characters of a reservation's id that name a session; length of ids
 local LATE_S = 1 -- an engine that is overdue by this is not waited for
+local READS = { GET = true, MGET = true, HGET = true, HGETALL = true, HLEN = true, ZCARD = true, ZCOUNT = true,
+  ZRANK = true }
+
+local function only_reads(command, ...) return READS[command] and redis.call(command, ...) end
 
 return function(s, w, request)
   local prefix, tenant, id, now = request.prefix, request.tenant, request.id, s.now
-  local ledger = (include "shared/sessions")(prefix, now)
+  local call = request.dry and only_reads or redis.call
+  local ledger = (include "shared/sessions")(prefix, call)
   local line, state = prefix .. "session_line", nil
   local flags, sid, hashes = request.session:byte(), sub(request.session, 2), ARGV[request.chain + 2] or ""
   local size, n = tonumber(ARGV[request.chain + 1]) or 1, floor(#hashes / 8)
@@ -88,7 +94,7 @@ return function(s, w, request)
   local function new(parent)
     local shared = parent and parent.tokens or 0
     for i = 1, parent and 0 or s.count do shared = max(shared, s.matched[i] or 0) end
-    return { first = parent and parent.first or request.came_ms, since = 0, in_ms = 0, heard = 0, slot = 0, tokens = 0,
+    return { first = parent and parent.first or request.came_ms, since = 0, heard = 0, slot = 0, tokens = 0,
       shared = shared, booked = 0, gap = parent and parent.gap or 0, told = 0, blocks = 0, running = 0,
       place = PLACE_OUT, kind = kind, traits = parent and parent.traits or 0, priority = 0, tenant = tenant,
       tail = ("\0"):rep(8), reservation = "" }
@@ -197,8 +203,9 @@ return function(s, w, request)
   if not stands then
     record.place, record.since = band(record.traits, TRAIT_PLACED) ~= 0 and PLACE_PAUSED or PLACE_NEW, now
   end
-  call("ZADD", line, format("%.2f", ledger.stands(record)), sid)
-  local ahead = call("ZRANK", line, sid)
+  local stands_at = format("%.2f", ledger.stands(record))
+  call("ZADD", line, stands_at, sid)
+  local ahead = call("ZRANK", line, sid) or call("ZCOUNT", line, "-inf", stands_at) -- no rank: nothing was written
   if not stands then
     local most = record.place == PLACE_PAUSED and s.constants.paused_max_ms or s.constants.held_max_ms + 1000
     record.told = min(ledger.wait_ms(state, ahead), most)

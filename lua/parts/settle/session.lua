@@ -10,7 +10,7 @@ Keys: sessions, places
 local bor, band = bit.bor, bit.band
 
 return function(prefix, now, sid, finish, tokens)
-  local ledger = (include "shared/sessions")(prefix, now)
+  local ledger = (include "shared/sessions")(prefix)
   local r = ledger.read(sid)
   if not r then return end
   local state = ledger.state()
@@ -18,7 +18,7 @@ return function(prefix, now, sid, finish, tokens)
   if r.running == 0 then r.booked = 0 end
   if tokens > 0 then r.tokens = tokens end
   if finish == "e" and r.running == 0 then
-    ledger.leaves(r, state)
+    ledger.leaves(r)
     return ledger.drop(sid)
   end
   if r.heard == 0 then r.since = now end -- a held session waits since another time
@@ -31,7 +31,7 @@ return function(prefix, now, sid, finish, tokens)
     end
     if finish == "t" or r.kind == KIND_TOOLS then ledger.judge(r, state, finish == "t") end
     local waits = finish == "t" or band(r.traits, TRAIT_USES_TOOLS) == 0 and ledger.is_agent(r, state)
-    if r.place == PLACE_IN and r.running == 0 and not waits then ledger.leaves(r, state) end
+    if r.place == PLACE_IN and r.running == 0 and not waits then ledger.leaves(r) end
   end
   ledger.write(sid, r)
 end

@@ -17,7 +17,7 @@ Takes the key prefix, the time in ms, the constants of the replica, the load row
 value that the last tick returned (nil: the ledger did not bind). A replica that does not know the blocks' size of some
 proven engine, as it has just started, changes nothing.
 Returns, if it binds, the tokens below which a prompt without name and tools is none of a session.
-Cost: O(sessions), at most 2,048, of which 256 change; and 256 of the line
+Cost: O(sessions), at most 2,048, of which 256 change; and O(sessions in the line) for each that is let in
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
@@ -26,13 +26,12 @@ local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
 local HELD_LIMIT, LAST_TURN_MS = 1.5, 1500 -- ms: a turn waits for the next second, and for a poll
-local UNHEARD_MS = 5000 -- a held session that no replica asks for leaves the line
 local AGENT_KEPT_MS, OTHER_KEPT_MS = 600000, 120000 -- for which sessions without a place and a request are known
 local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have been lost with their replica
 local LEAST_SHARE = 128 -- a prompt below this part of the smallest cache, without name and tools, is no session's
 local NONE = 2147483648 -- more tokens than any prompt has
 local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
-local MOST_HELD, MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 256, 30
+local MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
 
 -- Return the engines that take part, by slot; whether the ledger binds by their state; the smallest cache in tokens.
 local function engines_of(rows, constants, now, bound)
@@ -57,7 +56,7 @@ local function engines_of(rows, constants, now, bound)
 end
 
 return function(prefix, now, constants, rows, bound)
-  local ledger, line = (include "shared/sessions")(prefix, now), prefix .. "session_line"
+  local ledger, line = (include "shared/sessions")(prefix), prefix .. "session_line"
   local engines, binds, smallest = engines_of(rows, constants, now, bound)
   local new_let_in = 0
   if not engines then return bound end
@@ -78,13 +77,13 @@ return function(prefix, now, constants, rows, bound)
     changed(r)
     ledger.write(sid, r)
   end
-  local function give_up(r) ledger.leaves(r, state) end
   local function enter(engine, tenant, own)
     engine.taken, engine.inside, state.inside = engine.taken + own, engine.inside + 1, state.inside + 1
     tenants[tenant] = (tenants[tenant] or 0) + own
   end
 
-  -- Count every session, end what is over, and make the line anew if it does not have those that are held.
+  -- Count every session, end what is over, and make the line anew if it does not have those that are held. Returns the
+  -- share of its time in prefill below which an engine has time, and the held sessions in the order of the line.
   local function count()
     local held, shared, all = {}, {}, call("HGETALL", prefix .. "sessions")
     local every, tool_users = math.ceil(#all / 2 / MOST_SAMPLES), 0
@@ -95,9 +94,9 @@ return function(prefix, now, constants, rows, bound)
         ledger.drop(sid)
         packed = EMPTY
       end
-      local first, since, _, heard, slot, tokens, common, booked, _, _, _, running, place, _, traits, _, at
+      local first, since, heard, slot, tokens, common, booked, _, told, _, running, place, _, traits, priority, at
         = unpack_from(SESSION, packed)
-      local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > UNHEARD_MS
+      local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > HELD_MS
       if changes > 0 and (since > now or heard > now) then -- the clock has stepped back
         change(sid, function(r) r.since, r.heard = min(r.since, now), min(r.heard, now) end)
       end
@@ -109,7 +108,7 @@ return function(prefix, now, constants, rows, bound)
       if place == PLACE_IN then
         local idle = running == 0
         if not engine or idle and (heard > 0 and unheard or heard == 0 and passed > engine.gap) then
-          if changes > 0 then change(sid, give_up) end
+          if changes > 0 then change(sid, ledger.leaves) end
         else
           local own = max(0, tokens - min(common, state.common))
           enter(engine, sub(packed, at, at + 7), own)
@@ -118,7 +117,14 @@ return function(prefix, now, constants, rows, bound)
           if idle and heard == 0 then engine.idle[#engine.idle + 1] = { sid = sid, first = first, own = own } end
         end
       elseif place ~= PLACE_OUT then
-        if unheard and changes > 0 then change(sid, give_up) else held[#held + 1] = sid end
+        if unheard and changes > 0 then
+          change(sid, ledger.leaves)
+        else
+          local r = { sid = sid, first = first, since = since, slot = slot, tokens = tokens, shared = common,
+            told = told, place = place, priority = priority, tenant = sub(packed, at, at + 7) }
+          r.stands = ledger.stands(r)
+          held[#held + 1] = r
+        end
       elseif changes > 0 and running == 0 and packed ~= EMPTY
           and passed > (band(traits, TRAIT_PLACED + TRAIT_CALLED) ~= 0 and AGENT_KEPT_MS or OTHER_KEPT_MS) then
         changes = changes - 1
@@ -129,11 +135,12 @@ return function(prefix, now, constants, rows, bound)
     end
     if #held ~= call("ZCARD", line) then
       call("UNLINK", line)
-      for _, sid in ipairs(held) do call("ZADD", line, format("%.2f", ledger.stands(ledger.read(sid))), sid) end
+      for _, r in ipairs(held) do call("ZADD", line, format("%.2f", r.stands), r.sid) end
     end
     table.sort(shared)
     state.common = shared[math.ceil(#shared / 4)] or 0
-    return 2 * tool_users >= state.inside and HARDLY_BUSY or BUSY
+    table.sort(held, function(p, q) return p.stands < q.stands or p.stands == q.stands and p.sid < q.sid end)
+    return 2 * tool_users >= state.inside and HARDLY_BUSY or BUSY, held
   end
 
   -- Compute the capacities, and pause the youngest idle sessions of engines whose sessions do not fit. busy: the share
@@ -149,7 +156,7 @@ return function(prefix, now, constants, rows, bound)
         if engine.taken <= engine.capacity or engine.busy_share < busy then break end
         local yields = prefix .. "yields:" .. engine.worker
         change(idle.sid, function(r)
-          r.place, r.in_ms = PLACE_OUT, 0
+          r.place = PLACE_OUT
           call("RPUSH", yields, sub(r.reservation, 1, CLIENT_AT - 1))
         end)
         call("LTRIM", yields, -MOST_YIELDS, -1)
@@ -160,9 +167,9 @@ return function(prefix, now, constants, rows, bound)
     state.gap = gap > 0 and gap or state.gap
   end
 
-  -- Let a session in at its own engine if that has room, else at the engine with the most room; false if none has room.
-  -- any: in any case.
-  local function let_in(sid, r, any)
+  -- Let a held session in at its own engine if that has room, else at the engine with the most room; false if none has
+  -- room. any: in any case.
+  local function let_in(r, any)
     local own, at, most = ledger.own_tokens(r, state), nil, -huge
     for slot, engine in pairs(engines) do
       local room = ADMIT * engine.capacity - engine.taken - own
@@ -178,39 +185,39 @@ return function(prefix, now, constants, rows, bound)
     enter(engine, r.tenant, own)
     if engine.taken > ADMIT * engine.capacity then engine.has_time = false end
     if r.place == PLACE_NEW then new_let_in = new_let_in + 1 end
-    ledger.enters(r)
-    r.slot = at
-    ledger.write(sid, r)
-    call("ZREM", line, sid)
+    change(r.sid, function(record)
+      ledger.enters(record)
+      record.slot = at
+    end)
+    call("ZREM", line, r.sid)
     return true
   end
 
   -- Paused sessions stand before new ones, in each class.
-  local function serve_line()
+  local function serve_line(held)
     local fresh, blocked = {}, false
-    for _, sid in ipairs(call("ZRANGE", line, 0, MOST_HELD - 1)) do
-      local r = ledger.read(sid)
+    for _, r in ipairs(held) do
       local most = r.place == PLACE_PAUSED and constants.paused_max_ms or HELD_LIMIT * r.told - LAST_TURN_MS
       local overdue = now - r.since >= most
       if r.place == PLACE_PAUSED or overdue then
-        if (overdue or not blocked) and not let_in(sid, r, overdue) then blocked = true end
+        if (overdue or not blocked) and not let_in(r, overdue) then blocked = true end
       else
-        fresh[#fresh + 1] = { sid = sid, r = r }
+        fresh[#fresh + 1] = r
       end
     end
     while not blocked and fresh[1] do
       local at = 1
       for k = 2, #fresh do
-        local p, q = fresh[k].r, fresh[at].r
+        local p, q = fresh[k], fresh[at]
         if p.priority == q.priority and (tenants[p.tenant] or 0) < (tenants[q.tenant] or 0) then at = k end
       end
-      local chosen = table.remove(fresh, at)
-      blocked = not let_in(chosen.sid, chosen.r, false)
+      blocked = not let_in(table.remove(fresh, at), false)
     end
   end
 
-  pause(count())
-  serve_line()
+  local busy, held = count()
+  pause(busy)
+  serve_line(held)
   if call("ZCARD", line) > 0 or new_let_in > 0 then
     local pace = state.pace > 0 and state.pace or state.inside * FIRST_PACE
     state.pace = pace + PACE_LEARNS * (new_let_in - pace)

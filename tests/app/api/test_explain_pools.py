@@ -41,6 +41,7 @@ def row(name: str, matched: int, ahead: int, cost_s: float, *, chosen: bool) -> 
 def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool, waits_for: str) -> None:
     rows = [row("slow", 90, 50, 2.0, chosen=False), row("fast", 0, 20, 1.5, chosen=True)]
     told = {"prompt_tokens": 100, "waits": waits, "waits_for": waits_for, "turn_s": 7.5, "candidates": rows}
+    told |= {"held": None}
     worker, offer = _offer(told, pool())
     if waits:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("slow", None, 90)
@@ -49,6 +50,8 @@ def test_a_pool_offers_the_worker_that_the_request_gets_or_waits_for(waits: bool
     else:
         assert (worker, offer.cost_s, offer.matched_tokens) == ("fast", 1.5, 0)
         assert offer.turn_s == pytest.approx(0.5 * 0.01 * 20 + 0.01 * 100), "as the router prices what was booked"
+        worker, offer = _offer(told | {"held": {"predicted_s": 30.0}}, pool())
+        assert (worker, offer.cost_s, offer.turn_s) == ("fast", None, 15.0), "half of the wait for a place"
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
             if isinstance(answer, WarmfleetError):
                 raise answer
             rows = [row(f"{one.tag}.w", answer[1], 0, answer[0], chosen=True)]
-            waits = {"waits": number_of(one) in full, "waits_for": "", "turn_s": 0.0}
+            waits = {"waits": number_of(one) in full, "waits_for": "", "turn_s": 0.0, "held": None}
             return {"model": one.tag, "prompt_tokens": 100, "candidates": rows, **waits}
 
         def number_of(one: Any) -> int:
@@ -90,7 +93,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
         for home in pools:
             home.view, home.name = view, "m"
-        inquiry = Inquiry(cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0)
+        inquiry = Inquiry("", cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0)
         return await explain(cast("Any", model), pools[0], inquiry)
 
     async def identified(*_: object) -> None:

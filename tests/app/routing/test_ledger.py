@@ -15,7 +15,8 @@ from tests.support.engines.simulated import simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
-from warmfleet.cli import workers
+from warmfleet.api import fleet_status
+from warmfleet.cli import explain, workers
 from warmfleet.cli.terminal.output import Table
 from warmfleet.fleet import LedgerView, Place, Question, Spans
 from warmfleet.routing import router as router_module
@@ -24,9 +25,6 @@ from warmfleet.routing.sessions import TOOLS, session_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from warmfleet.pools.identified_prompt import IdentifiedPrompt
-    from warmfleet.prompt.request import Request
-    from warmfleet.routing.call import Call
     from warmfleet_loadtest.engine import Engine
 
 STEP_S = 0.05  # time of the engine for a token, until a test makes it faster
@@ -44,11 +42,12 @@ def body(seed: int, max_tokens: int = SHORT) -> dict[str, Any]:
 def declared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each request declare tools, which simulated engines refuse."""
 
-    def with_tools(call: Call, request: Request, prompt: IdentifiedPrompt) -> bytes:
-        session = session_of(call, request, prompt)
+    def with_tools(*asked: Any) -> bytes:
+        session = session_of(*asked)
         return bytes([session[0] | TOOLS]) + session[1:]
 
-    monkeypatch.setattr(router_module, "session_of", with_tools)
+    for module in (router_module, fleet_status):
+        monkeypatch.setattr(module, "session_of", with_tools)
 
 
 @asynccontextmanager
@@ -119,6 +118,9 @@ async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: 
         assert (told["ledger"]["running"], told["ledger"]["held"], len(told["ledger"]["line"])) == (1, 2, 2)
         assert told["ledger"]["line"][0]["because"].startswith("it is new")
         assert told["workers"][0]["places"]["sessions"] == 1
+        explained = json.loads((await router.post(body(4) | {"endpoint": "/v1/completions"}, "/explain"))[2])
+        assert (explained["held"]["state"], explained["held"]["ahead"]) == ("new", 2)
+        assert any("It would be held" in str(part) for part in explain.parts_of(explained))
         printed = [part for part in workers.parts_of({"models": [told]}) if isinstance(part, Table)]
         assert printed[0].header[-2:] == ("SESSIONS", "TAKEN")
         third.cancel()

@@ -20,9 +20,8 @@ from warmfleet.pools.identified_prompt import IdentifiedPrompt
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing.booking import end_of
-from warmfleet.routing.call import NO_HINTS, Call, Hints
+from warmfleet.routing.call import NO_HINTS, Hints
 from warmfleet.routing.sessions import ENDS, NAMED, TOOLS, session_of
-from warmfleet.tracing.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from tests.support.engines.scripted import Answer
@@ -39,9 +38,8 @@ RESPONSE = {"type": "function", "name": "look", "parameters": {}}
 
 
 def session(path: str, hints: Hints = NO_HINTS, flow: bytes = b"tenant-1", prompts: int = 1, **body: Any) -> bytes:
-    call = Call(KNOWN[path], b"", RequestRecord("id", KNOWN[path], "POST", 0.0), b"", flow=flow, hints=hints)
     request = bodies.parse(KNOWN[path], json.dumps({"model": "m"} | body).encode())
-    return session_of(call, request, IdentifiedPrompt((), 1, 1, "load", prompt_count=prompts))
+    return session_of(KNOWN[path].form, flow, hints, request, IdentifiedPrompt((), 1, 1, "load", prompt_count=prompts))
 
 
 @pytest.mark.parametrize(
