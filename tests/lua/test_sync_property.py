@@ -133,6 +133,10 @@ CASES: dict[str, Script] = {
     "ids of the future, then a new stream": [
         *[("forged", 1, 2, 0), ("quiet", 0, 26, 2), ("twin", 1, 31, 19), ("forged", 1, 33, 15)],
     ],
+    "an entry of a worker that was silent for long is lost": [
+        *[("quiet", 0, 0, 0), ("aged", 0, 0, 0), ("stored", 0, 0, 9), ("round", 0, 0, 0), ("lost", 0, 0, 0)],
+        *[("apply", 0, 0, 0), ("upkeep", 0, 0, 0)],
+    ],
     # each of these is a guard's reason
     "a dead process's entries after its successor's": [
         *[("stored", 0, 1, 9), ("round", 0, 0, 0), ("restart", 0, 5, 5), ("late", 0, 7, 0), ("late", 0, 7, 0)],
