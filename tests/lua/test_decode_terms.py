@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from warmfleet.fleet import Weights
+from warmfleet.fleet import Queued, QueueLimits, Weights
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
 
-ALWAYS = 65_535  # busy_share of an engine that computes prompts all the time
 ANSWERS, CONTEXT = 20, 2_000  # answers under way at the first engine, and the tokens of each one's context
 ON = Weights(decode_price=0.1, context_price=0.05)
 OFF = Weights(decode_price=0.0, context_price=0.0)
@@ -54,18 +52,18 @@ async def test_the_term_is_the_work_and_the_context_for_each_answer(keyspace: Ke
         assert (await told(keyspace, chain))[1] == pytest.approx({"w1.0": tokens / 10_000, "w2.0": 0.0}, abs=2e-6)
 
 
-@pytest.mark.parametrize(("busy", "part"), [(0.5, 1.0), (0.825, 0.5), (0.95, 0.0)])
-async def test_a_fleet_near_its_limit_places_prompts_for_their_first_token_alone(
-    keyspace: Keyspace, busy: float, part: float
+@pytest.mark.parametrize(("weights", "worker"), [(ON, "w2.0"), (OFF, "w1.0")], ids=["on", "off"])
+async def test_a_request_waits_where_it_slows_the_fewest_answers(
+    keyspace: Keyspace, weights: Weights, worker: str
 ) -> None:
-    keyspace.fleet.use(weights=ON)
-    now_ms = int(time.time() * 1_000) % 2**32
-    await two_workers(keyspace, busy_share=int(busy * ALWAYS), since_ms=now_ms)
-    await keyspace.change(2, busy_share=int(busy * ALWAYS), since_ms=now_ms)
-    full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * (CONTEXT + 1_601)) / 10_000
-    found = (await told(keyspace, keyspace.chain(100)))[1]
-    assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full)
-    cache = round(ANSWERS * CONTEXT / busy / 16)
-    await keyspace.change(1, busy_share=0, capacity_blocks=cache)
-    found = (await told(keyspace, keyspace.chain(100)))[1]
-    assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full), "the cache is as full of contexts"
+    """Both are full, the first for a moment less."""
+    keyspace.fleet.use(weights=weights, limits=QueueLimits(0.1, 200, 1.0))
+    await keyspace.ticked(grace_ms=3_600_000)
+    await two_workers(keyspace, prefill_tokens=2_000)
+    await keyspace.change(2, prefill_tokens=2_100, in_flight=1)
+    ask = keyspace.ask(keyspace.chain(100), tenant=b"tenant-1")
+    assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
+    first = (await keyspace.fleet.queue.poll()).next
+    assert first is not None
+    assert first.worker_id == worker
+    assert first.to_compute_s == pytest.approx(0.1601), "what all engines have in common is no work"

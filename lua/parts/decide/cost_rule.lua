@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + fades * (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed
+    + (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -17,8 +17,6 @@ decide/baseline_policies.
   crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
   decodes, context  requests in flight, and tokens of their contexts. A step of an engine computes part of a prompt, and
             a token of each answer: computing delays all answers, and steps are longer the more context they have
-  fades     1, but down to 0 as the mean strain grows from WARM to HOT: lines grow then if prompts are placed for
-            the sake of answers. An engine's strain: busy_share or, if larger, the share of its cache that contexts need
   busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
             work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
@@ -32,19 +30,19 @@ is no reason to join a longer line if the objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
-total_fill, decodes, contexts, total_strain; base_s and busy_share, for terms and objective_s only), from
+total_fill, decodes, contexts; base_s and busy_share, for terms and objective_s only), from
 decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
 objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
   s.cost   predicted seconds to first token, by candidate
+  s.decode_s  the term of decodes and context, by candidate; nil if both weights are 0
   s.tie_s  seconds above the lowest cost within which a cost counts as equal to it
   s.terms  if it is a table: by candidate the terms of the cost, in seconds with their weights: wait, uncached, again,
            lost, overfill and crowd, busy_share, label_price, decodes and context
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
-local WARM, HOT = 0.75, 0.9 -- mean strain (fades) from which on the decode terms fade, and count nothing
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -140,10 +138,9 @@ local function lowest_cost(s, own, home)
   local speed, fill, crowd, load_s, cost, terms = s.speed, s.fill, s.crowd, s.load_s, s.cost, s.terms
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
-  local decodes, contexts = s.decodes, s.contexts
-  local fades = max(0, min(1, (HOT - s.total_strain / count) / (HOT - WARM)))
-  local decode_price, context_price = fades * constants.decode_price, fades * constants.context_price
-  local is_priced, decode_s = label_prices or decodes, 0 -- one test for each candidate where neither is in use
+  local decodes, contexts, decode_s = s.decodes, s.contexts, s.decodes and {}
+  local decode_price, context_price = constants.decode_price, constants.context_price
+  s.decode_s = decode_s
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
@@ -171,19 +168,17 @@ local function lowest_cost(s, own, home)
     local evicts = overfill > 0 and pressure * overfill * uncached or 0
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local seconds = load_s[i] + (work + evicts) / tps
-    if is_priced then
-      if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
-      if decodes then
-        local n = decodes[i]
-        decode_s = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
-        seconds = seconds + decode_s
-      end
+    if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
+    if decodes then
+      local n = decodes[i]
+      local slows = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
+      decode_s[i], seconds = slows, seconds + slows
     end
     if terms then
       local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves
       terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, kappa * again / tps, lost / tps,
         evicts / tps, constants.place * prompt / s.median * s.busy_share[i],
-        label_prices and label_prices[s.slots[i]] or 0, decode_s }
+        label_prices and label_prices[s.slots[i]] or 0, decodes and decode_s[i] or 0 }
     end
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end

@@ -42,15 +42,18 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- Price the request at each worker: seconds to compute what the worker does not hold of the prompt. The other terms of
--- the cost rule are left out: they tell which worker with room is best, but in the queue they would leave engines idle.
+-- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and by which answers
+-- become slower there than at the worker where that is least. The other terms of the cost rule are left out: they tell
+-- which worker with room is best, but in the queue they would leave engines idle.
 -- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
 -- theirs: so turns are found without a look at every worker. The lowest price of all is the request's size.
 -- Returns the prices by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
 local function prices_of(s)
-  local own_s, named, most_s = {}, {}, 0
+  local own_s, named, most_s, decode_s = {}, {}, 0, s.decode_s
+  local least_s = decode_s and math.huge or 0
+  for i = 1, decode_s and s.count or 0 do least_s = min(least_s, decode_s[i]) end
   for i = 1, s.count do
-    own_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
+    own_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i] + (decode_s and decode_s[i] - least_s or 0)
     most_s = max(most_s, own_s[i])
     local k = #named
     if k <= NAMED or own_s[i] < own_s[named[k]] then
