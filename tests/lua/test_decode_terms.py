@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,8 +18,10 @@ OFF = Weights(decode_price=0.0, context_price=0.0)
 
 
 async def two_workers(keyspace: Keyspace, **first: int) -> None:
-    await keyspace.workers(2, capacity_blocks=30_000)
+    """Contexts need half of the second engine's cache, and of the first one's, unless told otherwise."""
+    await keyspace.workers(2, capacity_blocks=ANSWERS * CONTEXT // 8)
     await keyspace.change(1, in_flight=ANSWERS, decode_tokens=ANSWERS * CONTEXT, **first)
+    await keyspace.change(2, foreign_decode_tokens=ANSWERS * CONTEXT)
 
 
 async def told(keyspace: Keyspace, chain: bytes) -> tuple[str, dict[str, float]]:
@@ -49,7 +52,26 @@ async def test_the_term_is_the_work_and_the_context_for_each_answer(keyspace: Ke
         (OFF, 0.0),
     ):
         keyspace.fleet.use(weights=weights)
-        assert (await told(keyspace, chain))[1] == pytest.approx({"w1.0": tokens / 10_000, "w2.0": 0.0}, abs=2e-6)
+        assert (await told(keyspace, chain))[1]["w1.0"] == pytest.approx(tokens / 10_000, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("busy", "blocks", "part"),
+    [(0.0, 1.0, 1.0), (0.0, 0.25, 1.0), (0.0, 2.0, 0.5), (0.5, 1.0, 0.5), (1.0, 1.0, 0.0)],
+)
+async def test_answers_count_where_engines_spend_their_time_on_long_contexts(
+    keyspace: Keyspace, busy: float, blocks: float, part: float
+) -> None:
+    """blocks: size of the caches, where 1 is twice the contexts."""
+    keyspace.fleet.use(weights=ON)
+    since_ms = int(time.time() * 1_000) % 2**32
+    await two_workers(keyspace)
+    for number in (1, 2):
+        cache = round(blocks * ANSWERS * CONTEXT / 8)
+        await keyspace.change(number, busy_share=int(busy * 65_535), since_ms=since_ms, capacity_blocks=cache)
+    full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * (CONTEXT + 1_601)) / 10_000
+    found = (await told(keyspace, keyspace.chain(100)))[1]
+    assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full)
 
 
 @pytest.mark.parametrize(("weights", "worker"), [(ON, "w2.0"), (OFF, "w1.0")], ids=["on", "off"])

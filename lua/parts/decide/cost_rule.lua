@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed
+    + decoding * (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -17,6 +17,9 @@ decide/baseline_policies.
   crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
   decodes, context  requests in flight, and tokens of their contexts. A step of an engine computes part of a prompt, and
             a token of each answer: computing delays all answers, and steps are longer the more context they have
+  decoding  how much answers count: the share of their time in which engines compute no prompts, since lines grow if
+            busy engines' prompts are placed for the sake of answers; times the share of FILLED of the caches that
+            contexts need, since they make steps long
   busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
             work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
@@ -30,7 +33,7 @@ is no reason to join a longer line if the objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
-total_fill, decodes, contexts; base_s and busy_share, for terms and objective_s only), from
+total_fill, decodes, contexts, total_busy, total_filled; base_s and busy_share, for terms and objective_s only), from
 decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
 objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
@@ -43,6 +46,7 @@ or objective; with other policies also match, smallest, imbalance, bound or turn
            lost, overfill and crowd, busy_share, label_price, decodes and context
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
+local FILLED = 0.5 -- share of caches from which on contexts count as filling them (decoding)
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -139,7 +143,8 @@ local function lowest_cost(s, own, home)
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
   local decodes, contexts, decode_s = s.decodes, s.contexts, s.decodes and {}
-  local decode_price, context_price = constants.decode_price, constants.context_price
+  local decoding = (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
+  local decode_price, context_price = decoding * constants.decode_price, decoding * constants.context_price
   s.decode_s = decode_s
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count

@@ -130,7 +130,7 @@ async def choices(url: str, records: list[dict[str, Any]]) -> list[Choice]:
 
 
 async def test_random_decisions_of_all_policies_come_out_as_they_were(keyspace: Keyspace, redis_url: str) -> None:
-    records = await logged(keyspace, 200, seed=3)
+    records = await logged(keyspace, 400, seed=3)
     await check(redis_url, records)
     for entry in records:
         assert entry["costs"][entry["worker_id"]]["cost"] == float(entry["cost_s"])
