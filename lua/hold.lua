@@ -1,13 +1,13 @@
 --[[
 hold: tells the held sessions of one replica how they stand in the line, and keeps them in it.
 
-Guarantee: a held session that no replica names for HELD_MS leaves the line (tick/sessions). `tick` lets sessions in. A held
-request of a client with limits counts as in flight until HELD_MS after it was named last (shared/client_use).
+Guarantee: a held session that no replica names for HELD_MS leaves the line (tick/sessions). `tick` lets sessions in.
+A held request of a client with limits counts as in flight until HELD_MS after it was named last (shared/client_use).
 
 ARGV: prefix, leaving (number of the first sessions whose last held request leaves), counted (number of the last ids,
       which are of held requests of clients with limits), then ids of sessions and these requests (<= 512)
-Returns: {number of sessions in the line, then for each session that does not leave: its Standing (0 WAITS, 1 TURN: it has a
-      place, 3 UNKNOWN), number of sessions before it, ms until its turn as predicted}
+Returns: {number of sessions in the line, then for each session that does not leave: its Standing (0 WAITS, 1 TURN: it
+      has a place, 3 UNKNOWN), number of sessions before it, ms until its turn as predicted}
 Cost: O(ids * log line)
 Keys that depend on data: sessions, places, client:<tag>, tokens:<tag>
 --]]

@@ -14,8 +14,8 @@ one, or if the request has another name, the request is a fork: it gets a sessio
 of its parent and all that is known of it. So a client that names each request anew gains nothing.
 
 Takes the state after the choice of a worker, the choice, and the request: id, session (the argument of decide), tenant,
-priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions), dry (nothing
-is written).
+priority, tokens (of prompt and answer), chain (position in ARGV), prefix, leases_key, came_ms (time with fractions),
+dry (nothing is written).
 Returns the answer HELD; or nil, the candidate to take, and a function: to be called without arguments if the request
 must wait for a turn, and once it is booked with the candidate and the tokens booked there; it returns the session's id.
 Cost: 4 calls; 3 more for a new session, and one for each engine; 1 if a request is under way; 3 once it is booked

@@ -42,9 +42,9 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and by which answers
--- become slower there than at the worker where that is least. The other terms of the cost rule are left out: they tell
--- which worker with room is best, but in the queue they would leave engines idle.
+-- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and by which
+-- answers there become slower, less the least such time of all. The other terms of the cost rule are left out: they
+-- tell which worker with room is best, but in the queue they would leave engines idle.
 -- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
 -- theirs: so turns are found without a look at every worker. The lowest price of all is the request's size.
 -- Returns the prices by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
