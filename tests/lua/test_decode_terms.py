@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,6 +73,19 @@ async def test_answers_count_where_engines_spend_their_time_on_long_contexts(
     full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * (CONTEXT + 1_601)) / 10_000
     found = (await told(keyspace, keyspace.chain(100)))[1]
     assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full)
+
+
+async def test_a_prompt_that_an_engine_is_computing_is_computed_nowhere_else(keyspace: Keyspace) -> None:
+    """Else the engines would all compute the common beginning of a burst."""
+    keyspace.fleet.use(weights=Weights(decode_price=1.0, context_price=1.0))
+    await two_workers(keyspace)
+    ask = keyspace.ask(keyspace.chain(750))
+    first = await keyspace.fleet.bookings.decide(ask)
+    assert first.worker_id == "w2.0"
+    await keyspace.change(2, in_flight=4 * ANSWERS)
+    again = replace(ask, reservation="wf-again")
+    assert (await keyspace.fleet.queue.explain(again))[0] == "w2.0"
+    assert {row.terms.decode_s for row in (await keyspace.fleet.queue.explain(again))[1]} == {0.0}
 
 
 @pytest.mark.parametrize(("weights", "worker"), [(ON, "w2.0"), (OFF, "w1.0")], ids=["on", "off"])

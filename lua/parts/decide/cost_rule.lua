@@ -19,7 +19,8 @@ decide/baseline_policies.
             a token of each answer: computing delays all answers, and steps are longer the more context they have
   decoding  how much answers count: the share of their time in which engines compute no prompts, since lines grow if
             busy engines' prompts are placed for the sake of answers; times the share of FILLED of the caches that
-            contexts need, since they make steps long
+            contexts need, since they make steps long. 0 while a worker is computing half of the prompt or more: all
+            engines would compute the common beginning of a burst
   busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
             work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
@@ -143,14 +144,14 @@ local function lowest_cost(s, own, home)
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
   local decodes, contexts, decode_s = s.decodes, s.contexts, s.decodes and {}
-  local decoding = (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
-  local decode_price, context_price = decoding * constants.decode_price, decoding * constants.context_price
   s.decode_s = decode_s
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is computing now
   for i in pairs(s.speculated) do making = max(making, own[i]) end
+  local decoding = 2 * making >= prompt and 0 or (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
+  local decode_price, context_price = decoding * constants.decode_price, decoding * constants.context_price
   local most, second = 0, 0 -- tokens of the longest match, and of the next
   for _, tokens in pairs(own) do
     if tokens > most then
