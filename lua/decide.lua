@@ -127,10 +127,7 @@ if least_tokens and session ~= "" and (prompt_tokens >= least_tokens or session 
   held, engine, note_session = (include "decide/session")(s, w, { id = id, session = session, tenant = tenant,
     priority = priority, tokens = math.max(prompt_tokens, decode_tokens), chain = FIRST_CHAIN, prefix = prefix,
     leases_key = leases_key, came_ms = time[1] * 1000 + time[2] / 1000, dry = mode == MODE_DRY })
-  if held and mode ~= MODE_DRY then
-    if client then client.hold(now + HELD_MS) end
-    return held
-  end
+  if held and mode ~= MODE_DRY then return held end
   if engine and engine ~= w then w, why, match_seen = engine, "place", s.matched[engine] or 0 end
 end
 

@@ -1,24 +1,21 @@
 --[[
 hold: tells the held sessions of one replica how they stand in the line, and keeps them in it.
 
-Guarantee: a held session that no replica names for HELD_MS leaves the line (tick/sessions). `tick` lets sessions in.
-A held request of a client with limits counts as in flight until HELD_MS after it was named last (shared/client_use).
+Guarantee: a held session that no replica names for 5 s leaves the line (tick/sessions). `tick` lets sessions in.
 
-ARGV: prefix, leaving (number of the first sessions whose last held request leaves), counted (number of the last ids,
-      which are of held requests of clients with limits), then ids of sessions and these requests (<= 512)
-Returns: {number of sessions in the line, then for each session that does not leave: its Standing (0 WAITS, 1 TURN: it
-      has a place, 3 UNKNOWN), number of sessions before it, ms until its turn as predicted}
+ARGV: prefix, leaving (number of the first ids whose last held request leaves), then ids of sessions (<= 512)
+Returns: {number of sessions in the line, then for each id that does not leave: its Standing (0 WAITS, 1 TURN: it has a
+      place, 3 UNKNOWN), number of sessions before it, ms until its turn as predicted}
 Cost: O(ids * log line)
-Keys that depend on data: sessions, places, client:<tag>, tokens:<tag>
+Keys that depend on data: sessions, places
 --]]
 local session_line_key, tick_key = unpack(KEYS)
-local prefix, leaving, counted = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local FIRST_SESSION, MOST_IDS = 4, 512
+local prefix, leaving = ARGV[1], tonumber(ARGV[2])
+local FIRST_SESSION, MOST_SESSIONS = 3, 512
 local call = redis.call
 
-local last = counted and #ARGV - counted -- the last session
-if not leaving or not last or last < FIRST_SESSION - 1 + leaving or #ARGV > FIRST_SESSION - 1 + MOST_IDS then
-  return redis.error_reply("BAD_ARGUMENT hold: how many leave, how many are counted, and at most 512 ids")
+if not leaving or #ARGV > FIRST_SESSION - 1 + MOST_SESSIONS then
+  return redis.error_reply("BAD_ARGUMENT hold: how many leave, and at most 512 ids")
 end
 local time = call("TIME")
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -36,7 +33,7 @@ end
 -- Without the last number of `tick` the ledger does not bind, and nobody lets the sessions in.
 local binds = (call("GET", tick_key) or ""):find("^%d+ %d+ %d+ %d+ %d+ %d+ %d+$")
 local state, answer = ledger.state(), { call("ZCARD", session_line_key) }
-for i = FIRST_SESSION + leaving, last do
+for i = FIRST_SESSION + leaving, #ARGV do
   local r, ahead, standing = ledger.read(ARGV[i]), call("ZRANK", session_line_key, ARGV[i]), STANDING_WAITS
   if not r or not binds then
     standing = STANDING_UNKNOWN
@@ -52,8 +49,5 @@ for i = FIRST_SESSION + leaving, last do
   answer[#answer + 1] = standing
   answer[#answer + 1] = ahead or 0
   answer[#answer + 1] = ledger.wait_ms(state, ahead or 0)
-end
-for i = last + 1, #ARGV do
-  if #ARGV[i] >= CLIENT_AT then (include "shared/client_use")(prefix, ARGV[i], now).hold(now + HELD_MS) end
 end
 return answer

@@ -55,7 +55,6 @@ local LIMITS_BYTES = 8 -- length of LIMITS; a ninth byte marks a request that wa
 local ADMIT = 0.8 -- share of an engine's capacity up to which sessions are let in
 local FIRST_PACE = 0.008 -- of the sessions in, those per second that end and let in others, until that is learned
 local MAX_SESSIONS = 2048 -- most sessions in the ledger
-local HELD_MS = 5000 -- a held session leaves the line that long after a replica last named it
 local SESSION_TEXTS = 16 -- least bytes behind the numbers of a record: tenant and tail, before the reservation
 
 -- The queue (shared/tickets). Flow: priority class and tenant. Place: time in us, as digits, that sorts tickets

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.sessions import CAPACITY_BLOCKS, Agent, Sessions
 
-from warmfleet.errors import RateLimited
 from warmfleet.fleet import (
     ClientLimits,
     Decision,
@@ -25,8 +24,6 @@ from warmfleet.fleet.rows import Trait
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
-
-    from warmfleet.fleet import Question
 
 CHAT = 0  # hint of a request without a name and tools
 LARGE = 300  # blocks: two such sessions fit into an engine, of which .8 of 1,000 are for sessions
@@ -493,34 +490,6 @@ async def test_a_repeated_decision_tells_the_session_that_it_was_asked_with(sess
     again = await sessions.fleet.queue.decide_in_turn(agent.asked)
     assert isinstance(again, Decision)
     assert (again.outcome, again.session) == ("known", agent.sid)
-
-
-async def test_a_held_request_counts_for_the_limits_of_its_client(sessions: Sessions) -> None:
-    """So its turn is not refused. Once no replica names it, it counts no more."""
-    blocker, _ = await sessions.turn(LARGE), await sessions.turn(LARGE)
-    limits, keyspace, agent = ClientLimits("client", concurrency=1), sessions.keyspace, Agent()
-
-    def ask() -> Question:
-        tagged = new_reservation(1, client=limits.tag)
-        more: Any = {"tenant": agent.tenant, "limits": limits, "session": bytes([Hint.TOOLS])}
-        return keyspace.ask(keyspace.chain(LARGE), reservation=tagged, **more)
-
-    first, second = ask(), ask()
-    told = await sessions.fleet.queue.decide_in_turn(first)
-    assert isinstance(told, Queued)
-    assert told.hold is not None
-    with pytest.raises(RateLimited):
-        await sessions.fleet.queue.decide_in_turn(second)
-    counted = f"{keyspace.keys.prefix}client:{limits.tag}"
-    await cast("Any", keyspace.store.zadd(counted, {first.reservation: 1}))  # long past
-    await sessions.fleet.ledger.poll([told.hold.session], counted=[first.reservation])
-    assert await cast("Any", keyspace.store.pttl(counted)) > 1_000
-    with pytest.raises(RateLimited):
-        await sessions.fleet.queue.decide_in_turn(second)
-    await sessions.passes(blocker, 100)
-    await sessions.tick()
-    first.session += told.hold.session
-    assert isinstance(await sessions.fleet.queue.decide_in_turn(first), Decision)
 
 
 async def test_an_explanation_tells_that_a_session_would_be_held_and_writes_nothing(sessions: Sessions) -> None:

@@ -378,7 +378,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,
-        "held": held_in_words(seen.hold) if seen.hold else None,
+        "held": held_in_words(seen.hold, pool.fleet.constants.sessions.held_max_ms / 1_000) if seen.hold else None,
         "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
         "candidates": rows,

@@ -107,16 +107,10 @@ class Ledger:
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
-    async def poll(
-        self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = (), counted: Sequence[str] = ()
-    ) -> HoldLine:
-        """Keep the sessions of ``held`` in the line, and take those of ``leaving`` out of it; HOLD_AT_ONCE together.
-
-        counted: held requests of clients with limits, which count as in flight until a few seconds after the last poll.
-        """
+    async def poll(self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = ()) -> HoldLine:
+        """Keep the sessions of ``held`` in the line, and take those of ``leaving`` out of it; HOLD_AT_ONCE together."""
         scripts = self._scripts
-        numbers = {"leaving": len(leaving), "counted": len(counted)}
-        args = argv("hold", [*leaving, *held, *counted], prefix=scripts.prefix, **numbers)
+        args = argv("hold", [*leaving, *held], prefix=scripts.prefix, leaving=len(leaving))
         in_line, *told = await scripts.call("hold", scripts.packed["hold"].call(args), scripts.timeouts.request_s)
         stands = [HoldStanding(Standing(told[at]), told[at + 1], told[at + 2] / 1000) for at in range(0, len(told), 3)]
         return HoldLine(in_line, dict(zip(held, stands, strict=True)))

@@ -26,7 +26,6 @@ from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import POLL_AT_ONCE, Standing
 from warmfleet.fleet.connection.multiplexed import SILENT_S
 from warmfleet.fleet.ledger import HOLD_AT_ONCE
-from warmfleet.protocol.wire import RESERVATION_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -283,7 +282,6 @@ class LinePolls(Polls[bytes]):
 
     async def _ask(self, leaving: list[bytes]) -> None:
         held, poll = [*dict.fromkeys(self._sessions.values())], self.pool.fleet.ledger.poll
-        counted = [ticket for ticket in self._sessions if len(ticket) > RESERVATION_LENGTH]
         self.pool.idle.wake()  # an idle pool would tick too rarely to let sessions in
         for start in range(0, len(leaving), HOLD_AT_ONCE):
             await poll((), leaving[start : start + HOLD_AT_ONCE])
@@ -292,8 +290,6 @@ class LinePolls(Polls[bytes]):
             for ticket, session in self._sessions.items():
                 if (told := line.standings.get(session)) is not None:
                     self._end(ticket, told.standing)
-        for start in range(0, len(counted), HOLD_AT_ONCE):
-            await poll(counted=counted[start : start + HOLD_AT_ONCE])
 
 
 def _of_pool(known: dict[str, Kind], pool: Pool, kind: Callable[[Pool], Kind]) -> Kind:

@@ -26,6 +26,7 @@ local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
 local HELD_LIMIT, LAST_TURN_MS = 1.5, 1500 -- ms: a turn waits for the next second, and for a poll
+local UNHEARD_MS = 5000 -- a held session that no replica asks for leaves the line
 local AGENT_KEPT_MS, OTHER_KEPT_MS = 600000, 120000 -- for which sessions without a place and a request are known
 local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have been lost with their replica
 local LEAST_SHARE = 128 -- a prompt below this part of the smallest cache, without name and tools, is no session's
@@ -96,7 +97,7 @@ return function(prefix, now, constants, rows, bound)
       end
       local first, since, heard, slot, tokens, common, booked, _, told, _, running, place, _, traits, priority, at
         = unpack_from(SESSION, packed)
-      local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > HELD_MS
+      local engine, passed, unheard = engines[slot], max(0, now - since), now - heard > UNHEARD_MS
       if changes > 0 and (since > now or heard > now) then -- the clock has stepped back
         change(sid, function(r) r.since, r.heard = min(r.since, now), min(r.heard, now) end)
       end
@@ -170,6 +171,7 @@ return function(prefix, now, constants, rows, bound)
   -- Let a held session in at its own engine if that has room, else at the engine with the most room; false if none has
   -- room. any: in any case.
   local function let_in(r, any)
+    if changes <= 0 then return false end -- the rest follows a second later
     local own, at, most = ledger.own_tokens(r, state), nil, -huge
     for slot, engine in pairs(engines) do
       local room = ADMIT * engine.capacity - engine.taken - own

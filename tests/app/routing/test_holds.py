@@ -15,7 +15,7 @@ from tests.support.polling import poll
 from warmfleet.api import access_log, request_reasons
 from warmfleet.api.request_facts import facts
 from warmfleet.errors import Overloaded, QueueTimeout
-from warmfleet.fleet import Decision, SessionEnd, Standing, new_reservation
+from warmfleet.fleet import Decision, SessionEnd, Standing
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.routing import admission_queue
@@ -280,15 +280,3 @@ async def test_held_requests_leave_room_for_those_that_wait_for_an_engine(monkey
     for each in (attempt, second[1]):
         each.release("finished")
     assert fixture.queue._held_bytes == 0
-
-
-async def test_a_held_request_of_a_client_with_limits_is_told_to_redis() -> None:
-    fixture = Agents()
-    fixture.first.standing = Standing.WAITS
-    fixture.first.held.add(b"sid")
-    polls, tagged = LinePolls(fixture.pools[0]), new_reservation(1, client="tag-of-a-client")
-    waits = [asyncio.create_task(polls.wait_in_line(ticket, b"sid")) for ticket in (tagged, new_reservation(1))]
-    await poll(lambda: tagged in fixture.first.counted, 10, "a poll names it")
-    fixture.first.standing = Standing.TURN
-    assert await asyncio.gather(*waits) == [Standing.TURN, Standing.TURN]
-    assert set(fixture.first.counted) == {tagged}

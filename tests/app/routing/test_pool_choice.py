@@ -116,7 +116,6 @@ class Store(ConstantsAlone):
         self.hold = Hold(b"", 2, 3, 8.0, paused=False)  # of a session that is held, but for its id
         self.held: set[bytes] = set()
         self.polled: list[bytes] = []  # sessions that polls named
-        self.counted: list[str] = []  # held requests of clients with limits that polls named
         self.sessions: list[bytes] = []  # of each question
         self.ends: list[SessionEnd] = []
 
@@ -160,12 +159,9 @@ class Store(ConstantsAlone):
         return Decision(name, "booked", worker, worker, "http://w", self.matched, 100, False, False, self.cost_s,
                         self.ahead, False, own, 110, session=session)  # fmt: skip
 
-    async def poll_line(
-        self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = (), counted: Sequence[str] = ()
-    ) -> HoldLine:
+    async def poll_line(self, held: Sequence[bytes] = (), leaving: Sequence[bytes] = ()) -> HoldLine:
         self.held -= {*leaving}
         self.polled += held
-        self.counted += counted
         if self.away:
             raise FleetUnavailable("away")
         known = {name: self.standing if name in self.held else Standing.UNKNOWN for name in held}
