@@ -452,6 +452,7 @@ async def test_a_long_line_is_named_by_and_by_and_every_turn_is_told(
         return Line(300, 0.0, dict.fromkeys(waiting, Standing.WAITS), 0.0, turns)
 
     monkeypatch.setattr(pool.fleet.queue, "poll", told)
+    monkeypatch.setattr("warmfleet.routing.tickets.REVIEW_S", 60.0)  # ten polls may take longer
     polls = TicketPolls(pool)
     waits = [asyncio.create_task(polls.wait(name)) for name in names]
     assert await waits[-1] is Standing.TURN, "though it was not named"
