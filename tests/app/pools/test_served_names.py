@@ -317,7 +317,7 @@ async def _state(router: Replica, one: Named, wanted: str) -> bool:
 
 async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_url: str, model: str, way: str) -> None:
     """At any time one engine serves all names, but its role passes to another engine before names are announced."""
-    rng, found, until = random.Random(7), Counter[tuple[str, int]](), asyncio.get_running_loop().time() + 3
+    rng, found = random.Random(7), Counter[tuple[str, int]]()
     everything = [model, "alias", "tuned"]
 
     async def client(router: Replica, number: int) -> None:
@@ -341,6 +341,7 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
 
     served = [everything] * 3
     async with fleet_of(valkey_url, model, way, *served, routable=3) as (router, engines):
+        until = asyncio.get_running_loop().time() + 3
         changing = asyncio.create_task(changes(engines))
         await asyncio.gather(*(client(router, number) for number in range(CLIENTS)))
         await changing
