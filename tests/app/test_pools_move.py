@@ -84,6 +84,13 @@ async def told_of(router: Replica, model: str) -> bool:
     return True
 
 
+def only(clients: Clients, *pools: str) -> bool:
+    """Whether all of these pools have served, and no other since this was last called."""
+    if not clients.served <= {*pools}:
+        clients.served.clear()
+    return clients.served == {*pools}
+
+
 @pytest.mark.usefixtures("soon")
 async def test_a_fleet_is_split_while_it_serves(
     valkey_url: str, model: str, capsys: pytest.CaptureFixture[str]
@@ -108,8 +115,7 @@ async def test_a_fleet_is_split_while_it_serves(
             assert await pools("drain", model, "--move")
             await poll(lambda: told_of(router, model), 60, "the workers are told to have moved")
             await poll(lambda: pools("remove", model), 60, "all engines have moved: the pool may go", every_s=0.3)
-            clients.served.clear()
-            await poll(lambda: clients.served >= {*new}, 30, "both new pools serve")  # the old one may be ending
+            await poll(lambda: only(clients, *new), 30, "both new pools serve, and no other")
         finally:
             await clients.end()
         assert {*clients.statuses} == {200}

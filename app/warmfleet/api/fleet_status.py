@@ -272,13 +272,10 @@ def _offer(explained: dict[str, Any], pool: Pool) -> tuple[str, Offer]:
         return turn_s(token_s * ahead, token_s * (explained["prompt_tokens"] - row["matched_tokens"]))
 
     rows: list[dict[str, Any]] = explained["candidates"]
-    if explained["held"]:
-        row = next(row for row in rows if row["chosen"])
-        return row["worker_id"], Offer(
-            None, explained["held"]["predicted_s"] / 2, row["matched_tokens"], pool.view.token_s
-        )
     if not explained["waits"]:
         row = next(row for row in rows if row["chosen"])
+        if held := explained["held"]:
+            return row["worker_id"], Offer(None, held["predicted_s"] / 2, row["matched_tokens"], pool.view.token_s)
         return row["worker_id"], Offer(row["cost_s"], turn(row), row["matched_tokens"], pool.view.token_s)
     if _refuses(explained):
         row = min(rows, key=turn)
@@ -369,6 +366,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates
+    most_s = pool.fleet.constants.sessions.held_max_ms / 1_000
     for candidate in candidates:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
@@ -378,7 +376,7 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         "waits": seen.waits,
         "waits_for": candidates[seen.turn_at - 1].worker_id if seen.waits and seen.turn_at else "",
         "turn_s": seen.turn_s,
-        "held": held_in_words(seen.hold, pool.fleet.constants.sessions.held_max_ms / 1_000) if seen.hold else None,
+        "held": held_in_words(seen.hold, most_s, first=not request.goes_on) if seen.hold else None,
         "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
         "candidates": rows,

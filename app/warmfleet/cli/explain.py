@@ -105,8 +105,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         would = f"would go to {answer['chosen']} ({answer['because']})"
         if (held := answer.get("held")) is not None:
             line = f"{held['ahead']} sessions before it, about {held['predicted_s']:.0f} s"
-            fate = "refused if it is the session's first request, else held" if held["refused"] else "held"
-            parts.append(f"It would be {fate} until the caches have room for its session ({line}): {held['because']}.")
+            fate = "refused: the caches have no" if held["refused"] else "held until the caches have"
+            parts.append(f"The request would be {fate} room for its session ({line}): {held['because']}.")
             parts.append(f"By COST alone it {would}. Nothing was booked.")
         elif answer["waits"]:
             parts += _waits(answer)

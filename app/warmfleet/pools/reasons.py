@@ -143,9 +143,12 @@ def ledger_in_words(ledger: LedgerView) -> dict[str, Any] | None:
     }
 
 
-def held_in_words(hold: Hold, most_s: float) -> dict[str, Any]:
-    """Put in words how the session of a request would stand in the line. most_s: for a longer wait it is refused."""
-    state, refused = ("paused", False) if hold.paused else ("new", hold.predicted_s > most_s)
+def held_in_words(hold: Hold, most_s: float, *, first: bool) -> dict[str, Any]:
+    """Put in words how the session of a request would stand in the line.
+
+    most_s: a new session is refused at its first request if its wait is predicted to be longer.
+    """
+    state, refused = "paused" if hold.paused else "new", first and not hold.paused and hold.predicted_s > most_s
     place = {"state": state, "ahead": hold.ahead, "predicted_s": hold.predicted_s, "refused": refused}
     return place | {"because": HELD[state]}
 

@@ -144,6 +144,7 @@ local function lowest_cost(s, own, home)
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
   local decodes, contexts, decode_s = s.decodes, s.contexts, s.decodes and {}
+  local is_priced = label_prices or decodes -- one test for each candidate where neither is in use
   s.decode_s = decode_s
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
@@ -174,11 +175,13 @@ local function lowest_cost(s, own, home)
     local evicts = overfill > 0 and pressure * overfill * uncached or 0
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local seconds = load_s[i] + (work + evicts) / tps
-    if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
-    if decodes then
-      local n = decodes[i]
-      local slows = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
-      decode_s[i], seconds = slows, seconds + slows
+    if is_priced then
+      if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
+      if decodes then
+        local n = decodes[i]
+        local slows = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
+        decode_s[i], seconds = slows, seconds + slows
+      end
     end
     if terms then
       local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves

@@ -5,7 +5,8 @@ Guarantee: pure. Takes the state, the answer, the candidate that was chosen, and
 verification may have shortened it afterwards). Returns the answer with, at its end,
 {median speed (tokens/s), block_tokens, turn (decisions that round_robin has made), time in ms modulo 2^32,
  1 if the request must wait for its turn, else 0, seconds by which costs may differ and count as equal,
- numbers of the candidates with room, joined by commas (if wait_turn looked for room that waiting requests leave over),
+ numbers of the candidates with room, joined by commas (if wait_turn looked for room that waiting requests leave
+ over; the place alone if that decided),
  price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait),
  the answer HELD if the session would be held (decide/session), else {}},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in

@@ -2,8 +2,8 @@
 shared/sessions: the ledger of sessions: which conversations of agents have a place, the right to keep their context in
 an engine's cache.
 
-Guarantee: a record that is none of this version counts as absent. Takes the key prefix, and a function to call Redis
-with (nil: redis.call). Returns a table of functions:
+Guarantee: a record that is too short counts as absent. Takes the key prefix, and a function to call Redis with (nil:
+redis.call). Returns a table of functions:
   read(sid): the record as a table, by the names of SessionRecord in app/warmfleet/fleet/rows.py (those that end in _ms
     or _tokens without that ending); nil if there is none
   write(sid, record), drop(sid)

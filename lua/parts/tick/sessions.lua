@@ -17,7 +17,7 @@ Takes the key prefix, the time in ms, the constants of the replica, the load row
 value that the last tick returned (nil: the ledger did not bind). A replica that does not know the blocks' size of some
 proven engine, as it has just started, changes nothing.
 Returns, if it binds, the tokens below which a prompt without name and tools is none of a session.
-Cost: O(sessions), at most 2,048, of which 256 change; and O(sessions in the line) for each that is let in
+Cost: O(sessions), at most 2,048, of which 256 end and 256 are let in; each of the latter O(line + engines)
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
@@ -71,7 +71,7 @@ return function(prefix, now, constants, rows, bound)
     return nil
   end
 
-  local changes = MOST_CHANGES
+  local changes, let_ins = MOST_CHANGES, MOST_CHANGES
   local function change(sid, changed)
     changes = changes - 1
     local r = ledger.read(sid)
@@ -171,7 +171,7 @@ return function(prefix, now, constants, rows, bound)
   -- Let a held session in at its own engine if that has room, else at the engine with the most room; false if none has
   -- room. any: in any case.
   local function let_in(r, any)
-    if changes <= 0 then return false end -- the rest follows a second later
+    if let_ins <= 0 then return false end -- the rest follows a second later
     local own, at, most = ledger.own_tokens(r, state), nil, -huge
     for slot, engine in pairs(engines) do
       local room = ADMIT * engine.capacity - engine.taken - own
@@ -184,6 +184,7 @@ return function(prefix, now, constants, rows, bound)
     end
     local engine = engines[at]
     if not engine then return false end
+    let_ins = let_ins - 1
     enter(engine, r.tenant, own)
     if engine.taken > ADMIT * engine.capacity then engine.has_time = false end
     if r.place == PLACE_NEW then new_let_in = new_let_in + 1 end

@@ -119,8 +119,12 @@ async def test_a_session_is_held_until_another_one_ends(valkey_url: str, model: 
         assert told["ledger"]["line"][0]["because"].startswith("it is new")
         assert told["workers"][0]["places"]["sessions"] == 1
         explained = json.loads((await router.post(body(4) | {"endpoint": "/v1/completions"}, "/explain"))[2])
-        assert (explained["held"]["state"], explained["held"]["ahead"]) == ("new", 2)
-        assert any("It would be held" in str(part) for part in explain.parts_of(explained))
+        assert (explained["held"]["state"], explained["held"]["ahead"], explained["held"]["refused"]) == (
+            "new",
+            2,
+            False,
+        )
+        assert any("The request would be held" in str(part) for part in explain.parts_of(explained))
         printed = [part for part in workers.parts_of({"models": [told]}) if isinstance(part, Table)]
         assert printed[0].header[-2:] == ("SESSIONS", "TAKEN")
         third.cancel()
@@ -150,6 +154,9 @@ async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_ur
 async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model, session_wait_max_s=1.0) as (router, _):
         first = await first_has_a_place(router)
+        explained = json.loads((await router.post(body(2) | {"endpoint": "/v1/completions"}, "/explain"))[2])
+        assert explained["held"]["refused"]
+        assert any("The request would be refused" in str(part) for part in explain.parts_of(explained))
         status, headers, answer = await ask(router, 2)
         error = json.loads(answer)["error"]
         assert (status, error["code"]) == (429, "overloaded")

@@ -12,7 +12,7 @@ from tests.support.fleet.chaos import FOREIGN_SLOT, NAMES, NUMBERS
 from tests.support.fleet.reporting_worker import block
 
 from warmfleet.errors import NoWorker
-from warmfleet.fleet import Lease, LoadRow, Question, Stage
+from warmfleet.fleet import Lease, LoadRow, Question, Spans, Stage
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -122,8 +122,9 @@ def check_noticed(chaos: ChaosFleet) -> None:
         assert waiting is None or waiting > 0 or record["truth"].get("cause"), f"{name} waits, and nobody can say why"
         if int(batch) != process.stream.number or waiting is not None or record.get("rejoin") or unread(chaos, name):
             continue
-        if record["truth"].get("cause", "join") != "join":  # it was silent for long, so no snapshot is wanted for now
-            continue
+        heard_ms, now_ms = chaos.store.zscore(chaos.keys.alive, name) or 0, 1_000 * chaos.store.time()[0]
+        if record["truth"].get("cause") and heard_ms < now_ms - Spans().worker_ttl_ms:
+            continue  # noted; a silent worker gets no snapshot until it returns
         published = process.publisher._digest.as_list()
         assert list(struct.unpack(">3I", digest or bytes(12))) == published, f"{name} diverged and nobody noticed"
         assert chaos.store.scard(chaos.keys.slot(record["slot"])) == published[0]
