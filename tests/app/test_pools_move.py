@@ -41,7 +41,7 @@ class Clients:
         for number in itertools.count():
             if self._ended.is_set():
                 return
-            prompt = [3 + first, *range(10, 200), 3 + number % 5]
+            prompt = [3 + first, *divmod(number, 100), *range(10, 200)]  # a new one each time: no engine is preferred
             asked = {"model": self._model, "prompt": prompt, "max_tokens": 2}
             status, headers, _ = await self._router.post(asked)
             self.statuses.append(status)

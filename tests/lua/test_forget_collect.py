@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 from tests.support.fleet.reporting_worker import SHA, ReportingWorker, block, blocks, held
 
 from warmfleet.fleet import Flag, Fleet, Question
+from warmfleet.fleet.pool_registry import clear
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     import redis.asyncio as aioredis
+    from tests.support.fleet.keyspace import Keyspace
 
 
 async def worker(store: aioredis.Redis, fleet: Fleet, server_id: str = "s", rank: int = 0) -> ReportingWorker:
@@ -142,3 +144,16 @@ async def test_the_mirror_of_an_approximate_worker_is_collected(store: aioredis.
     assert await store.hgetall(keys.speculative(block(2))) == {b"7": b"1"}
     assert not await store.exists(keys.speculative(block(3)), f"{keys.prefix}x:outdated up to here")
     assert not await store.exists(f"{keys.prefix}lru:7")
+
+
+async def test_nothing_of_a_removed_pools_requests_stays(keyspace: Keyspace) -> None:
+    """A request that decided a moment ago, and those whose blocks the engine has yet to report when it leaves."""
+    await keyspace.workers(2)
+    for ended in [False, True] * 10:
+        ask = keyspace.ask(keyspace.chain(20))
+        await keyspace.fleet.bookings.decide(ask)
+        if ended:
+            await keyspace.fleet.bookings.settle(ask.reservation, "finished")
+    assert await clear(keyspace.fleet, shared=False)
+    assert await keyspace.store.keys(keyspace.keys.prefix + "*") == []
+    assert not await clear(keyspace.fleet, shared=False)

@@ -17,6 +17,7 @@ from warmfleet.fleet import (
     Queued,
     SessionEnd,
     SessionLimits,
+    Spans,
     Standing,
     new_reservation,
 )
@@ -493,6 +494,7 @@ async def test_a_repeated_decision_tells_the_session_that_it_was_asked_with(sess
 
 
 async def test_an_explanation_tells_that_a_session_would_be_held_and_writes_nothing(sessions: Sessions) -> None:
+    sessions.fleet.use(spans=Spans(linger_ms=60_000))  # whoever comes deletes a finished lease that has lingered
     agent, _ = await sessions.turn(LARGE), await sessions.turn(LARGE)
     keyspace = sessions.keyspace
     waiting, paused = Agent(), await sessions.turn(100)

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from warmfleet.fleet.bookings import new_reservation
 from warmfleet.fleet.client import asked, pairs, redis_errors
 from warmfleet.fleet.connection.masters import SlotLine
 from warmfleet.fleet.connection.packing import pack_command
@@ -38,6 +39,7 @@ __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 OF_THE_MODEL = frozenset({"pools", "placement"})
 OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
+REAPED_AT_ONCE = 8
 COLLECTED_AT_ONCE = 512  # most blocks in one call, which blocks Redis for other pools for half a millisecond
 
 
@@ -113,19 +115,22 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
     """
     keys, redis = fleet.keys, fleet.redis
     with redis_errors():
-        open_ids = cast("list[bytes]", await redis.zrange(keys.leases, 0, -1))
         workers = {name.decode() for key in (keys.load, keys.workers) for name in await _names(redis, key)}
         servers = {name.decode() for name in await _names(redis, keys.servers)}
-    for reservation in open_ids:  # deletes the keys of its blocks and chains
-        await fleet.bookings.settle(reservation.decode(), "cancelled")
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
         await fleet.upkeep.forget(worker_id)
+    had = bool(workers or servers)
+    while ids := await _first_leases(fleet):  # only now, because no decision books where no worker is left
+        had = True
+        with redis_errors():
+            await redis.zadd(keys.leases, dict.fromkeys(ids, 0))
+        await fleet.bookings.settle(new_reservation(1), "finished")  # reaps what has expired, with its blocks' keys
     while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:
         pass
     names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():
         count = await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
-    had = bool(count or open_ids or workers or servers)
+    had = bool(count) or had
     if shared:
         return had
     try:
@@ -148,3 +153,8 @@ def master_of(redis: aioredis.Redis) -> str:
 
 async def _names(redis: aioredis.Redis, key: str) -> list[bytes]:
     return await cast("Awaitable[list[bytes]]", redis.hkeys(key))
+
+
+async def _first_leases(fleet: Fleet) -> list[bytes]:
+    with redis_errors():
+        return cast("list[bytes]", await fleet.redis.zrange(fleet.keys.leases, 0, REAPED_AT_ONCE - 1))
