@@ -5,6 +5,7 @@ figure is its cheapest round. An older script gets the arguments that it knows.
 
     hot_625_over_other       CPU time of a decision with 64 workers and prompts of 625 blocks, ours over the other's
     workers_1024_over_other  the same with 1,024 workers and prompts without a chain
+                             both without the decode terms; with _usual at the end with the default weights
     decisions, differing     random decisions that both made, each on its own copy of a fleet; how many were not the
                              same: answer, costs (to 2 us) and every key afterwards
 """
@@ -17,7 +18,7 @@ import random
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parents[2]
 CONSTANTS_AT, SESSION_AT = 2, 18  # among decide's arguments
 SESSION_FOUND_AT = 13  # in its answer
+NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
 STANDING = 200  # open reservations while decisions are timed
 CLOCK = "clock"  # a key with the time that both scripts see
@@ -99,21 +101,29 @@ def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
     rounds, decisions = (2, 200) if quick else (60, 10_000)
     both = {"ours": Checkout.read(HERE), "other": Checkout.read(checkout)}
     found: dict[str, Any] = {}
-    for name, (workers, blocks, calls) in CASES.items():
-        cost = timed(url, both, workers, blocks, calls, rounds)
-        say(f"{workers} workers, {blocks} blocks: {cost['ours']:.1f} us beside {cost['other']:.1f}")
-        found[name] = round(cost["ours"] / cost["other"], 3)
+    for name, case in CASES.items():
+        for suffix, weights in (("", NO_DECODES), ("_usual", Weights())):
+            cost = timed(url, both, *case, rounds, weights)
+            say(f"{name}{suffix}: {cost['ours']:.1f} us beside {cost['other']:.1f}")
+            found[name + suffix] = round(cost["ours"] / cost["other"], 3)
     return found | {"decisions": decisions, "differing": differing(url, both, decisions)}
 
 
 def timed(
-    url: str, checkouts: Mapping[str, Checkout], workers: int, blocks: int, calls: int, rounds: int
+    url: str,
+    checkouts: Mapping[str, Checkout],
+    workers: int,
+    blocks: int,
+    calls: int,
+    rounds: int,
+    weights: Weights,
 ) -> dict[str, float]:
     """Return the CPU time of one call in us by checkout, of the cheapest of ``rounds``."""
     best = dict.fromkeys(checkouts, float("inf"))
     stores, chains = [], [b""]
     for db, checkout in enumerate(checkouts.values()):
-        stores.append(FilledStore(url, workers, db=db, text=checkout.texts.__getitem__, fit=checkout.arguments))
+        text, fit = checkout.texts.__getitem__, checkout.arguments
+        stores.append(FilledStore(url, workers, db=db, text=text, fit=fit, weights=weights))
     for store in stores:  # with the same data
         if blocks:
             chains = store.prepare(blocks, 400_000)[0].chains
@@ -258,7 +268,8 @@ def random_call(rng: random.Random, name: str) -> list[Any]:
     """Return the arguments of a decision."""
     chain = chain_of(rng)[: 8 * rng.choice((40, 40, 33, 12, 1, 0))]
     prompt = len(chain) // 8 * BLOCK_TOKENS + rng.choice((1, 15, 3_000))
-    weights = Weights(decode_s_per_token=rng.choice((1e-7, 1e-6)), min_match_tokens=rng.choice((0, 0, 200)))
+    usual = rng.choice((1e-7, 1e-6)), rng.choice((0, 0, 200))
+    weights = replace(NO_DECODES, decode_s_per_token=usual[0], min_match_tokens=usual[1])
     constants = Constants(
         weights=weights, limits=QueueLimits(rng.choice((0.0, 0.05, 0.5, 5.0)), tickets=rng.choice((1, 9))),
         block_tokens={SCHEME: BLOCK_TOKENS},

@@ -17,7 +17,7 @@ import redis
 from tests.bench.output import say
 from tests.support.redis.packed_commands import arguments_of
 
-from warmfleet.fleet import Constants, Fleet, Question, QueueLimits
+from warmfleet.fleet import Constants, Fleet, Question, QueueLimits, Weights
 from warmfleet.fleet.client import connect
 from warmfleet.fleet.rows import Flag, LoadRow
 from warmfleet.fleet.script_loader import SCRIPT_KEYS, script_text
@@ -90,12 +90,20 @@ class FilledStore:
     """A server with one model; counts the CPU time of the server's main thread."""
 
     def __init__(
-        self, url: str, workers: int, model: str = "bench", *, db: int = 0, text: Text = script_text, fit: Fit = list
+        self,
+        url: str,
+        workers: int,
+        model: str = "bench",
+        *,
+        db: int = 0,
+        text: Text = script_text,
+        fit: Fit = list,
+        weights: Weights | None = None,
     ) -> None:
         self.client: Any = redis.Redis.from_url(url, db=db)
         self.pid = int(self.client.info("server")["process_id"])
         limits = QueueLimits(3_600.0)  # no call of a batch waits: the queue has a bench of its own
-        constants = Constants(limits=limits, block_tokens={SCHEME: BLOCK_TOKENS})
+        constants = Constants(weights or Weights(), limits=limits, block_tokens={SCHEME: BLOCK_TOKENS})
         self.packing = Fleet(connect(url), model, constants=constants)  # no call is sent by it
         self.keys = self.packing.keys
         self.shas = {name: str(self.client.script_load(text(name))) for name in SCRIPTS}

@@ -14,13 +14,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tests.bench.overlays import overlaid
 from tests.bench.virtual_fleet import Cluster, Plan, play
 from tests.bench.virtual_plans import QUEUE, arrivals
 
-from warmfleet.fleet import Hint, SessionLimits
+from warmfleet.fleet import Hint, SessionLimits, Weights
 from warmfleet.pools.policy import HOMES
 from warmfleet.protocol.wire import ENDED_MARK
 from warmfleet_loadtest.engine import EngineConfig
@@ -44,6 +44,7 @@ CACHE_TOKENS = 400_000
 LONGEST = 131_072  # tokens of prompt and answer
 AGENT_TIMES = 4.0  # the trace's contexts are of an older model with a small window
 CHATS = 10_000_000  # sessions of this number and above are chats
+DECODES_FREE: dict[str, Any] = {"decode_price": 0.0, "context_price": 0.0}
 LONGEST_HOLD_MS = 100_000_000  # nobody is refused
 CHAT_RATE = 1.2  # requests a second
 START_S = 60.0  # within which the first sessions of a closed loop begin
@@ -197,8 +198,8 @@ class Features:
     """The hints of clients, and the settings of replicas and engines, that a run is with or without.
 
     header: clients name their sessions. ended: they say which step is the last. ledger: replicas keep the ledger of
-    sessions. tools: requests declare tools, and answers end in tool calls but for a session's last. forgets: engines
-    evict the blocks of ended and paused sessions first.
+    sessions; without it the cost has no decode terms. tools: requests declare tools, and answers end in tool calls but
+    for a session's last. forgets: engines evict the blocks of ended and paused sessions first.
     """
 
     header: bool = False
@@ -211,6 +212,7 @@ class Features:
         sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
         return Plan(
             (ENGINE,) * engines,
+            weights=Weights() if self.ledger else replace(Weights(), **DECODES_FREE),
             replicas=replicas,
             speed=1.0,
             seed=seed,

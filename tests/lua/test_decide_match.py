@@ -188,6 +188,7 @@ async def test_round_robin_takes_turns_and_matches_all_the_same(keyspace: Keyspa
 
 
 async def test_cost_is_priced_wait_and_uncached_tokens_over_speed(keyspace: Keyspace) -> None:
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=0.0))
     await keyspace.workers(5, decode_tokens=100_000)
     await keyspace.change(1, prefill_tokens=500, foreign_prefill_tokens=300)
     await keyspace.change(2, speed_tps=100)  # counts as an eighth of the median

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.fleet.keyspace import BLOCK, Keyspace
 
+from warmfleet.fleet import Weights
+
 if TYPE_CHECKING:
     from warmfleet.fleet import Question
 
@@ -215,6 +217,7 @@ async def test_a_match_under_the_minimum_counts_for_nothing(keyspace: Keyspace) 
 
 
 async def test_a_sessions_home_wins_among_equals_and_no_further(keyspace: Keyspace) -> None:
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=0.0))
     await keyspace.workers(3)
     chain = keyspace.chain(100)
     ask = keyspace.ask(chain, order=("w2.0", "w1.0"))

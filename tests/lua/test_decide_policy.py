@@ -11,7 +11,7 @@ import pytest
 from tests.support.fleet.keyspace import BLOCK, Keyspace
 from tests.support.redis.servers import PATIENT
 
-from warmfleet.fleet import Decision, Fleet, connect
+from warmfleet.fleet import Decision, Fleet, Weights, connect
 from warmfleet.pools.reasons import in_words
 
 if TYPE_CHECKING:
@@ -209,6 +209,7 @@ async def test_cold_prefixes_on_an_idle_fleet_spread_evenly(keyspace: Keyspace) 
 
 
 async def test_ties_go_to_the_least_evicting_then_the_least_filled_then_the_least_in_flight(keyspace: Keyspace) -> None:
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=0.0))
     await keyspace.workers(4)
     for number, row in enumerate([{"evicted": 1}, {"blocks": 200}, {"in_flight": 2}, {"in_flight": 1}], 1):
         await keyspace.change(number, **row)

@@ -42,10 +42,12 @@ async def test_a_long_prompt_goes_where_nothing_decodes_and_a_short_step_stays(k
 
 
 async def test_the_term_is_the_work_and_the_context_for_each_answer(keyspace: Keyspace) -> None:
+    """… beyond those at the engine where it slows the least."""
     await two_workers(keyspace)
+    await keyspace.change(1, decode_tokens=ANSWERS * CONTEXT + 1_000)
     chain, prompt = keyspace.chain(100), 1_601
     await keyspace.hold(1, chain, 50)
-    context = ANSWERS * (CONTEXT + prompt)
+    context = 1_000 + ANSWERS * prompt
     for weights, tokens in (
         (Weights(decode_price=0.2, context_price=0.0), 0.2 * ANSWERS * (prompt - 800)),
         (Weights(decode_price=0.0, context_price=0.1), 0.1 * context),
@@ -53,7 +55,7 @@ async def test_the_term_is_the_work_and_the_context_for_each_answer(keyspace: Ke
         (OFF, 0.0),
     ):
         keyspace.fleet.use(weights=weights)
-        assert (await told(keyspace, chain))[1]["w1.0"] == pytest.approx(tokens / 10_000, abs=2e-6)
+        assert (await told(keyspace, chain))[1] == pytest.approx({"w1.0": tokens / 10_000, "w2.0": 0.0}, abs=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ async def test_answers_count_where_engines_spend_their_time_on_long_contexts(
     for number in (1, 2):
         cache = round(blocks * ANSWERS * CONTEXT / 8)
         await keyspace.change(number, busy_share=int(busy * 65_535), since_ms=since_ms, capacity_blocks=cache)
-    full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * (CONTEXT + 1_601)) / 10_000
+    full = (0.1 * ANSWERS * 1_601 + 0.05 * ANSWERS * 1_601) / 10_000
     found = (await told(keyspace, keyspace.chain(100)))[1]
     assert found["w1.0"] == pytest.approx(part * full, abs=0.02 * full)
 
@@ -86,6 +88,37 @@ async def test_a_prompt_that_an_engine_is_computing_is_computed_nowhere_else(key
     again = replace(ask, reservation="wf-again")
     assert (await keyspace.fleet.queue.explain(again))[0] == "w2.0"
     assert {row.terms.decode_s for row in (await keyspace.fleet.queue.explain(again))[1]} == {0.0}
+
+
+async def one_joins(keyspace: Keyspace, ahead: int) -> None:
+    """Hundreds of answers are under way at the engines 1 and 3, none at the second. ahead: tokens to compute there."""
+    keyspace.fleet.use(weights=Weights(wait_price=1.0, lambda_=1.0, decode_s_per_token=0.0))
+    await keyspace.workers(3, capacity_blocks=100_000, in_flight=300, decode_tokens=1_000_000, prefill_tokens=200)
+    await keyspace.change(2, in_flight=0, decode_tokens=0, prefill_tokens=200 + ahead)
+
+
+@pytest.mark.parametrize(("ahead", "joined"), [(1_500, True), (1_700, False)])
+async def test_no_first_token_waits_longer_for_answers_than_its_prompt_takes(
+    keyspace: Keyspace, ahead: int, joined: bool
+) -> None:
+    """Else an engine that joins would draw all requests."""
+    await one_joins(keyspace, ahead)
+    chosen, terms = await told(keyspace, keyspace.chain(100))
+    assert (chosen == "w2.0", terms["w2.0"] == 0) == (joined, joined)
+    assert terms["w1.0"] == terms["w3.0"] > 10
+
+
+async def test_no_ticket_waits_longer_for_answers_than_its_prompt_takes(keyspace: Keyspace) -> None:
+    await one_joins(keyspace, 0)
+    keyspace.fleet.use(limits=QueueLimits(0.01, 200, 1.0))
+    await keyspace.ticked(grace_ms=3_600_000)
+    ask = keyspace.ask(keyspace.chain(100), tenant=b"tenant-1")
+    assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
+    for ahead, joined in ((0, True), (1_500, True), (1_700, False)):
+        await keyspace.change(2, prefill_tokens=200 + ahead)
+        first = (await keyspace.fleet.queue.poll()).next
+        assert first is not None
+        assert (first.worker_id == "w2.0") is joined
 
 
 @pytest.mark.parametrize(("weights", "worker"), [(ON, "w2.0"), (OFF, "w1.0")], ids=["on", "off"])

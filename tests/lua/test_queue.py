@@ -13,7 +13,7 @@ from tests.support.fleet.queue_model import LAG, SUFFIXES, CheckedQueue, Ticket
 from tests.support.polling import poll
 
 from warmfleet.errors import BadArgument, CancelledReservation
-from warmfleet.fleet import Decision, Flag, Question, Queued, QueueLimits, Standing
+from warmfleet.fleet import Decision, Flag, Question, Queued, QueueLimits, Standing, Weights
 from warmfleet.pools.reasons import ALL_ARE_BUSY, ITS_TURN, ITS_WORKER_IS_BUSY, queue_in_words
 from warmfleet.routing.pool_choice import turn_s
 from warmfleet_worker.load import REMEMBERED_WORK_SECONDS
@@ -26,7 +26,8 @@ OWN, OTHER = (8, 0), (8, 1)
 
 @pytest.fixture
 async def q(keyspace: Keyspace) -> CheckedQueue:
-    """A queue before one worker, which is saturated."""
+    """A queue before one worker, which is saturated. Costs are of prefill alone, to be computed by hand."""
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=0.0))
     await keyspace.workers(1, **FULL)
     await keyspace.ticked(grace_ms=3_600_000)
     return CheckedQueue(keyspace, 8)

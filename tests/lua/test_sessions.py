@@ -97,6 +97,21 @@ async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessio
     assert first.sid != second.sid
 
 
+async def test_a_tick_of_an_older_replica_ends_no_ledger(sessions: Sessions) -> None:
+    """While a fleet is upgraded, ticks are those of old and new replicas in turn; the old ones write no bound."""
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    held = Agent()
+    await sessions.step(held, LARGE)
+    await sessions.load(busy=False)  # it goes on to bind for a minute
+    await sessions.keyspace.change(1, prefill_tokens=9_000)
+    told: Any = await sessions.keyspace.store.get(sessions.keyspace.keys.tick)
+    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, b" ".join(told.split()[:6]))
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.WAITS]
+    assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+
+
 # ---------------------------------------------------------------- who is a session
 
 
@@ -419,6 +434,20 @@ async def test_a_higher_class_comes_first(sessions: Sessions) -> None:
     await sessions.passes(blocker, 100)
     await sessions.tick()
     assert await sessions.standing(urgent, usual) == [Standing.TURN, Standing.WAITS]
+
+
+async def test_no_paused_session_of_a_lower_class_keeps_a_higher_class_waiting(sessions: Sessions) -> None:
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    usual, urgent, later = Agent(), Agent(), Agent()
+    await sessions.step(usual, LARGE)
+    await sessions.change(usual, place=Place.PAUSED, priority=9)
+    await sessions.step(urgent, 100)
+    await sessions.step(later, 50)
+    await sessions.change(later, priority=9)
+    await sessions.tick()
+    waits = Standing.WAITS
+    assert await sessions.standing(urgent, usual, later) == [Standing.TURN, waits, waits], "in its class none passes"
 
 
 # ---------------------------------------------------------------- nobody is held for ever

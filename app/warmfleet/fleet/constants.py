@@ -50,8 +50,8 @@ class Weights:
     wait_price: float = 1.5  # weight of a prefill token ahead: each request booked at a worker delays later ones
     stay: float = 2.0  # weight of a token that only one other worker has cached: a session that moves recomputes it
     place: float = 3.0  # weight of a prompt token at an always busy worker: the session's next turns go there, too
-    decode_price: float = 0.0  # weight of an uncached token per request in flight: its prefill delays their answers
-    context_price: float = 0.0  # weight of a context token: each step of decoding reads all of them
+    decode_price: float = 0.22  # weight of an uncached token per request in flight: its prefill delays their answers
+    context_price: float = 0.2  # weight of a context token: each step of decoding reads all of them
     max_probes: int = 64  # most Redis calls in one decision to find how much confirmed prefix the workers hold
     min_match_tokens: int = 0  # least tokens by which a match must exceed the shortest one to count as longer
 

@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + decoding * (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed
+    + decoding * (slows - least slows of all)
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -15,8 +15,11 @@ decide/baseline_policies.
             So a system prompt that two workers hold costs nothing
   overfill  fill of the worker's cache less the mean fill: the fuller the cache, the more each computed token evicts
   crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
-  decodes, context  requests in flight, and tokens of their contexts. A step of an engine computes part of a prompt, and
-            a token of each answer: computing delays all answers, and steps are longer the more context they have
+  slows     (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed, for the requests
+            in flight (decodes) and the tokens of their contexts. A step of an engine computes part of a prompt, and a
+            token of each answer: computing delays all answers, and steps are longer the more context they have. No
+            request pays more for answers than computing its prompt takes: workers whose cost is otherwise that much
+            above the lowest count as the one that slows most. So an engine that joins does not draw all requests
   decoding  how much answers count: the share of their time in which engines compute no prompts, since lines grow if
             busy engines' prompts are placed for the sake of answers; times the share of FILLED of the caches that
             contexts need, since they make steps long. 0 while a worker is computing half of the prompt or more: all
@@ -41,7 +44,7 @@ Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
   s.cost   predicted seconds to first token, by candidate
-  s.decode_s  the term of decodes and context, by candidate; nil if both weights are 0
+  s.decode_s  the term of slows, by candidate; nil if it is 0 for all
   s.tie_s  seconds above the lowest cost within which a cost counts as equal to it
   s.terms  if it is a table: by candidate the terms of the cost, in seconds with their weights: wait, uncached, again,
            lost, overfill and crowd, busy_share, label_price, decodes and context
@@ -49,6 +52,7 @@ or objective; with other policies also match, smallest, imbalance, bound or turn
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local FILLED = 0.5 -- share of caches from which on contexts count as filling them (decoding)
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
+local DECODE_TERM = 8 -- index of the term of slows in s.terms
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
 -- Return the tokens of each match that count, by candidate: at most prefix_tokens; and tokens beyond the shortest match
@@ -137,22 +141,40 @@ local function win_tie(s, bar, among, home, own)
   return winner, DECIDED_BY[level] or "lowest"
 end
 
+-- Add the term of slows to the costs. Sets s.decode_s, and the term in s.terms. own: useful tokens of each match.
+-- making: tokens of the prompt that some worker is computing now. lowest: the lowest cost without this term.
+local function add_decode_terms(s, own, making, lowest)
+  local constants, prompt, count, speed, cost = s.constants, s.prompt, s.count, s.speed, s.cost
+  local decoding = (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
+  s.decode_s = nil -- a choice that is made again may have another match
+  if decoding <= 0 or 2 * making >= prompt then return end
+  local slows, least, most = {}, huge, 0
+  for i = 1, count do
+    local n = s.decodes[i]
+    slows[i] = decoding / speed[i] * (constants.decode_price * n * (prompt - (own[i] or 0))
+      + constants.context_price * (s.contexts[i] + n * prompt))
+    least, most = min(least, slows[i]), max(most, slows[i])
+  end
+  local bar = lowest + prompt / s.median -- highest cost that may be worth it
+  for i = 1, count do
+    slows[i] = (cost[i] <= bar and slows[i] or most) - least
+    cost[i] = cost[i] + slows[i]
+    if s.terms then s.terms[i][DECODE_TERM] = slows[i] end
+  end
+  s.decode_s = slows
+end
+
 -- own: useful tokens of each match. home: the session's home (first candidate of `order`) or nil.
 local function lowest_cost(s, own, home)
   local constants, prompt, count = s.constants, s.prompt, s.count
   local speed, fill, crowd, load_s, cost, terms = s.speed, s.fill, s.crowd, s.load_s, s.cost, s.terms
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
-  local decodes, contexts, decode_s = s.decodes, s.contexts, s.decodes and {}
-  local is_priced = label_prices or decodes -- one test for each candidate where neither is in use
-  s.decode_s = decode_s
   local lambda = s.least_wait > 0 and constants.lambda or 1
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is computing now
   for i in pairs(s.speculated) do making = max(making, own[i]) end
-  local decoding = 2 * making >= prompt and 0 or (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
-  local decode_price, context_price = decoding * constants.decode_price, decoding * constants.context_price
   local most, second = 0, 0 -- tokens of the longest match, and of the next
   for _, tokens in pairs(own) do
     if tokens > most then
@@ -175,22 +197,22 @@ local function lowest_cost(s, own, home)
     local evicts = overfill > 0 and pressure * overfill * uncached or 0
     if crowd and crowd[i] then evicts = evicts + pressure * crowd[i] * prompt end
     local seconds = load_s[i] + (work + evicts) / tps
-    if is_priced then
-      if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
-      if decodes then
-        local n = decodes[i]
-        local slows = (decode_price * n * uncached + context_price * (contexts[i] + n * prompt)) / tps
-        decode_s[i], seconds = slows, seconds + slows
-      end
-    end
+    if label_prices then seconds = seconds + (label_prices[s.slots[i]] or 0) end
     if terms then
       local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves
       terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, kappa * again / tps, lost / tps,
         evicts / tps, constants.place * prompt / s.median * s.busy_share[i],
-        label_prices and label_prices[s.slots[i]] or 0, decodes and decode_s[i] or 0 }
+        label_prices and label_prices[s.slots[i]] or 0, 0 }
     end
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
+  end
+  if s.decodes then
+    add_decode_terms(s, own, making, lowest)
+    lowest = huge
+    for i = 1, count do
+      if cost[i] < lowest then lowest, tie, cheapest = cost[i], max(slack / speed[i], EQUAL_S), i end
+    end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
   local objective_decides = among and not among[cheapest]

@@ -19,9 +19,9 @@ Returns one of
   them, price of the turn in seconds, tokens of the prompt that the worker of this price holds}
   nil, the candidate (the choice, or another if that has no room), and a function to call with the request's work in
   tokens once the request is booked
-Price of the turn, at the worker for which the ticket waits (shared/turns): seconds to compute what that worker lacks of
-the prompt, plus seconds that it is overdue, plus half of the wait for it and of the queue's work that is served before;
-0 without a ticket. By this price routers compare pools, so a second of waiting counts half in every pool (WAIT_PRICE in
+Price of the turn, at the worker for which the ticket waits (shared/turns): its price in the ticket (prices_of), plus
+seconds that it is overdue, plus half of the wait for it and of the queue's work that is served before; 0 without a
+ticket. By this price routers compare pools, so a second of waiting counts half in every pool (WAIT_PRICE in
 app/warmfleet/routing/pool_choice.py).
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
@@ -42,18 +42,19 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
--- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and by which
--- answers there become slower, less the least such time of all. The other terms of the cost rule are left out: they
--- tell which worker with room is best, but in the queue they would leave engines idle.
+-- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and what the cost
+-- rule adds for answers under way there, at most the seconds to compute the whole prompt. The other terms of the cost
+-- rule are left out: they tell which worker with room is best, but in the queue they would leave engines idle.
 -- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
--- theirs: so turns are found without a look at every worker. The lowest price of all is the request's size.
--- Returns the prices by candidate, the candidates of the lowest prices, lowest first, and the price of the others.
+-- theirs: so turns are found without a look at every worker. The least time to compute it is the request's size.
+-- Returns the prices by candidate, the candidates of the lowest prices, lowest first, the price of the others, and the
+-- size in seconds.
 local function prices_of(s)
-  local own_s, named, most_s, decode_s = {}, {}, 0, s.decode_s
-  local least_s = decode_s and math.huge or 0
-  for i = 1, decode_s and s.count or 0 do least_s = min(least_s, decode_s[i]) end
+  local own_s, named, most_s, size_s, decode_s = {}, {}, 0, math.huge, s.decode_s
   for i = 1, s.count do
-    own_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i] + (decode_s and decode_s[i] - least_s or 0)
+    local compute_s = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
+    size_s = min(size_s, compute_s)
+    own_s[i] = compute_s + (decode_s and min(decode_s[i], s.prompt / s.median) or 0)
     most_s = max(most_s, own_s[i])
     local k = #named
     if k <= NAMED or own_s[i] < own_s[named[k]] then
@@ -64,7 +65,7 @@ local function prices_of(s)
       named[k] = i
     end
   end
-  return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s
+  return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s, size_s
 end
 
 -- Tell whether a worker is computing half of the prompt or more at this moment.
@@ -108,9 +109,9 @@ return function(s, w, request, with_room, everybody, queue2_key, leases_key)
     ticket, refusal = nil, "DISPLACED"
   end
 
-  local own_s, named, rest_s = prices_of(s)
+  local own_s, named, rest_s, size_s = prices_of(s)
   local making = s.policy == "cost" and is_being_made(s)
-  request.size_us, request.named, request.patience = us(own_s[named[1]]), {}, constants.patience
+  request.size_us, request.named, request.patience = us(size_s), {}, constants.patience
   request.tie_us, request.rest_us = MAX_US, 0
   if s.policy == "cost" then
     request.tie_us, request.rest_us = us(s.tie_s), us(rest_s)

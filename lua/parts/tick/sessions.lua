@@ -14,8 +14,8 @@ session is taken from the tenant whose sessions have the fewest tokens. A paused
 paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
 
 Takes the key prefix, the time in ms, the constants of the replica, the load rows (worker id, row, in turn), and the
-value that the last tick returned (nil: the ledger did not bind). A replica that does not know the blocks' size of some
-proven engine, as it has just started, changes nothing.
+value that the last tick returned (nil: the ledger did not bind, or the replica was of a version without a ledger).
+A replica that does not know the blocks' size of some proven engine, as it has just started, changes nothing.
 Returns, if it binds, the tokens below which a prompt without name and tools is none of a session.
 Cost: O(sessions), at most 2,048, of which 256 end and 256 are let in; each of the latter O(line + engines)
 --]]
@@ -66,7 +66,7 @@ return function(prefix, now, constants, rows, bound)
     state.until_ms = now + BINDS_MS
   elseif not bound and state.until_ms == 0 then
     return nil
-  elseif not bound or state.until_ms < now or state.until_ms > now + BINDS_MS then
+  elseif state.until_ms < now or state.until_ms > now + BINDS_MS then
     call("UNLINK", prefix .. "sessions", line, prefix .. "places")
     return nil
   end
@@ -196,10 +196,22 @@ return function(prefix, now, constants, rows, bound)
     return true
   end
 
-  -- Paused sessions stand before new ones, in each class.
+  -- Each class is served before the next; in it paused sessions stand before new ones. Behind a session that finds no
+  -- room only those that are overdue are let in.
   local function serve_line(held)
-    local fresh, blocked = {}, false
-    for _, r in ipairs(held) do
+    local fresh, blocked = {}, false -- fresh: new sessions of a class
+    local function let_fresh_in()
+      while not blocked and fresh[1] do
+        local at = 1
+        for k = 2, #fresh do
+          if (tenants[fresh[k].tenant] or 0) < (tenants[fresh[at].tenant] or 0) then at = k end
+        end
+        blocked = not let_in(table.remove(fresh, at), false)
+      end
+      fresh = {}
+    end
+    for k, r in ipairs(held) do
+      if k > 1 and r.priority ~= held[k - 1].priority then let_fresh_in() end
       local most = r.place == PLACE_PAUSED and constants.paused_max_ms or HELD_LIMIT * r.told - LAST_TURN_MS
       local overdue = now - r.since >= most
       if r.place == PLACE_PAUSED or overdue then
@@ -208,14 +220,7 @@ return function(prefix, now, constants, rows, bound)
         fresh[#fresh + 1] = r
       end
     end
-    while not blocked and fresh[1] do
-      local at = 1
-      for k = 2, #fresh do
-        local p, q = fresh[k], fresh[at]
-        if p.priority == q.priority and (tenants[p.tenant] or 0) < (tenants[q.tenant] or 0) then at = k end
-      end
-      blocked = not let_in(table.remove(fresh, at), false)
-    end
+    let_fresh_in()
   end
 
   local busy, held = count()
