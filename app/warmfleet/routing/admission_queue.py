@@ -16,7 +16,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from warmfleet.errors import Overloaded, QueueTimeout, WarmfleetError
+from warmfleet.errors import Overloaded, QueueTimeout, RateLimited, WarmfleetError
 from warmfleet.fleet import Decision, Queued, Standing
 from warmfleet.routing.tickets import POLL_S
 
@@ -38,6 +38,7 @@ HELD_SHARE = 4  # held requests get a quarter of that memory; without room for i
 MAX_RETRY_AFTER_S = 60
 #: Redis ends a hold after 1.5 times the wait that was told (a paused one's bound). If it did not, the replica ends it.
 HELD_TIMES, LATE_S = 1.5, 5.0
+LIMITED_S = 1.0  # between two questions whether a client's limits admit a request that was held
 BUSY = "The engines that suit this request are busy"
 LATER = ": ask again after the seconds that Retry-After tells."
 OF_BYTES = (
@@ -94,7 +95,10 @@ class AdmissionQueue:
                 waiting = await self._chooser.choose(job, attempt, may_wait=may_wait)
             elif waiting.hold is not None:
                 held_until = held_until or asyncio.get_running_loop().time() + self._longest_s(waiting.hold)
-                waiting = await self._hold(job, attempt, waiting.hold, held_until, patient_until)
+                try:
+                    waiting = await self._hold(job, attempt, waiting.hold, held_until, patient_until)
+                except RateLimited:
+                    waiting = await self._when_admitted(job, attempt, min(held_until, patient_until))
             else:
                 waiting = await self._queue(job, attempt, waiting, patient_until, may_wait=may_wait)
         return waiting
@@ -134,6 +138,19 @@ class AdmissionQueue:
             if patient_until <= held_until:
                 return await self._last_look(pool, job, attempt)
         return await self._chooser.choose(job, attempt, may_wait=True)
+
+    async def _when_admitted(self, job: Job, attempt: Attempt, deadline: float) -> Decision | Queued:
+        """Wait until the client's limits admit a request that was held, which counted for none of them meanwhile.
+
+        Without polls its session loses the place to others, and is then held again. Raises RateLimited at the deadline.
+        """
+        while True:
+            await asyncio.sleep(LIMITED_S)
+            try:
+                return await self._chooser.choose(job, attempt, may_wait=True)
+            except RateLimited:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
 
     async def _queue(
         self, job: Job, attempt: Attempt, answer: Decision | Queued, patient_until: float, *, may_wait: bool

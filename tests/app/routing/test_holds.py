@@ -14,7 +14,7 @@ from tests.support.polling import poll
 
 from warmfleet.api import access_log, request_reasons
 from warmfleet.api.request_facts import facts
-from warmfleet.errors import Overloaded, QueueTimeout
+from warmfleet.errors import Overloaded, QueueTimeout, RateLimited
 from warmfleet.fleet import Decision, SessionEnd, Standing
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
@@ -280,3 +280,20 @@ async def test_held_requests_leave_room_for_those_that_wait_for_an_engine(monkey
     for each in (attempt, second[1]):
         each.release("finished")
     assert fixture.queue._held_bytes == 0
+
+
+async def test_a_held_request_waits_on_while_its_client_is_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held requests count for no limit, so at its turn others of the client may be under way."""
+    monkeypatch.setattr(admission_queue, "LIMITED_S", 0.01)
+    fixture = Agents()
+    fixture.script("hold limit limit hold limit book")
+    assert (await fixture.admit(fixture.agent()))[0] == "m#1"
+    monkeypatch.setattr(admission_queue, "HELD_TIMES", 0.0)
+    monkeypatch.setattr(admission_queue, "LATE_S", 0.2)
+    fixture.script("hold " + "limit " * 1_000)
+    with pytest.raises(RateLimited):
+        await fixture.admit(fixture.agent())
+    await fixture.nothing_left()
+    fixture.script("limit")
+    with pytest.raises(RateLimited):
+        await fixture.admit(fixture.agent())

@@ -26,6 +26,7 @@ from warmfleet.errors import (
     NoWorker,
     Overloaded,
     QueueTimeout,
+    RateLimited,
     WarmfleetError,
 )
 from warmfleet.fleet import (
@@ -151,6 +152,8 @@ class Store(ConstantsAlone):
             raise FleetUnavailable("away")
         if word == "ended":
             raise CancelledReservation("ended")
+        if word == "limit":
+            raise RateLimited("the client is at its limit", {})
         if word in ("queue", "full"):
             outcome: Literal["queued", "full"] = "queued" if word == "queue" else "full"
             return Queued(outcome, len(self.tickets), self.work_s, self.turn_s, self.matched)
