@@ -108,6 +108,12 @@ async def test_no_first_token_waits_longer_for_answers_than_its_prompt_takes(
     assert terms["w1.0"] == terms["w3.0"] > 10
 
 
+async def test_an_objective_is_met_by_first_tokens_whatever_they_cost_answers(keyspace: Keyspace) -> None:
+    await one_joins(keyspace, 1_000)
+    ask = replace(keyspace.ask(keyspace.chain(100)), objective_s=1.0)
+    assert (await keyspace.fleet.queue.explain(ask))[0] != "w2.0", "the others meet it, too, and are less loaded"
+
+
 async def test_no_ticket_waits_longer_for_answers_than_its_prompt_takes(keyspace: Keyspace) -> None:
     await one_joins(keyspace, 0)
     keyspace.fleet.use(limits=QueueLimits(0.01, 200, 1.0))

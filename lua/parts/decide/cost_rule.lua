@@ -32,8 +32,8 @@ Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal.
 (the first worker of `order` that is a candidate), then the worker that holds more of the prompt, in steps of 2 % of it:
 with smaller steps, all prompts with the same short beginning would go to one worker. Then a worker whose blocks may be
 matched, the least evicting, the least filled, the one with fewest requests in flight, and at last a hash of the seed.
-With objective_s, the choice is among the least loaded of the candidates whose cost meets that objective: a bigger match
-is no reason to join a longer line if the objective is met without it.
+With objective_s, the choice is among the least loaded of the candidates whose cost without slows meets that objective:
+a bigger match is no reason to join a longer line if the objective is met without it.
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
@@ -207,6 +207,7 @@ local function lowest_cost(s, own, home)
     cost[i] = seconds
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
   end
+  local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
   if s.decodes then
     add_decode_terms(s, own, making, lowest)
     lowest = huge
@@ -214,7 +215,6 @@ local function lowest_cost(s, own, home)
       if cost[i] < lowest then lowest, tie, cheapest = cost[i], max(slack / speed[i], EQUAL_S), i end
     end
   end
-  local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
   local objective_decides = among and not among[cheapest]
   if objective_decides then
     lowest = huge
