@@ -170,7 +170,7 @@ if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local keeps = replica and replica.held_max_ms > 0 and short == 0
   if keeps then
     bound = (include "tick/sessions")(prefix, now, replica, rows, bound)
-  elseif bound then -- nobody is held without a ledger
+  else -- nobody is held without a ledger, whose keys stay after a tick of a version that has none
     call("UNLINK", prefix .. "sessions", prefix .. "session_line", prefix .. "places")
     bound = nil
   end

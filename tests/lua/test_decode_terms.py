@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from warmfleet.fleet import Queued, QueueLimits, Weights
+from warmfleet.fleet import Queued, QueueLimits, Standing, Weights
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
@@ -84,7 +84,7 @@ async def test_a_prompt_that_an_engine_is_computing_is_computed_nowhere_else(key
     ask = keyspace.ask(keyspace.chain(750))
     first = await keyspace.fleet.bookings.decide(ask)
     assert first.worker_id == "w2.0"
-    await keyspace.change(2, in_flight=4 * ANSWERS)
+    await keyspace.change(2, in_flight=4 * ANSWERS, prefill_tokens=31_000)  # costs hardly less than the other
     again = replace(ask, reservation="wf-again")
     assert (await keyspace.fleet.queue.explain(again))[0] == "w2.0"
     assert {row.terms.decode_s for row in (await keyspace.fleet.queue.explain(again))[1]} == {0.0}
@@ -104,8 +104,16 @@ async def test_no_first_token_waits_longer_for_answers_than_its_prompt_takes(
     """Else an engine that joins would draw all requests."""
     await one_joins(keyspace, ahead)
     chosen, terms = await told(keyspace, keyspace.chain(100))
-    assert (chosen == "w2.0", terms["w2.0"] == 0) == (joined, joined)
-    assert terms["w1.0"] == terms["w3.0"] > 10
+    assert (chosen == "w2.0") is joined
+    assert terms["w2.0"] == 0
+    assert terms["w1.0"] == terms["w3.0"]
+    assert (terms["w1.0"] > 10) is joined, "an engine that no request goes to makes the others no dearer"
+
+
+async def test_with_other_policies_the_term_is_no_part_of_the_cost(keyspace: Keyspace) -> None:
+    await two_workers(keyspace)
+    ask = replace(keyspace.ask(keyspace.chain(100)), policy="least_loaded")
+    assert {row.terms.decode_s for row in (await keyspace.fleet.queue.explain(ask))[1]} == {0.0}
 
 
 async def test_an_objective_is_met_by_first_tokens_whatever_they_cost_answers(keyspace: Keyspace) -> None:
@@ -142,3 +150,19 @@ async def test_a_request_waits_where_it_slows_the_fewest_answers(
     assert first is not None
     assert first.worker_id == worker
     assert first.to_compute_s == pytest.approx(0.1601), "what all engines have in common is no work"
+    assert first.to_compute_there_s == pytest.approx(0.1601, abs=1e-4), "of its price there, what is computed"
+
+
+async def test_a_ticket_takes_no_room_for_the_answers_under_way(keyspace: Keyspace) -> None:
+    """A ticket's price at an engine may be twice the time to compute, with which other tickets would get no turn."""
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=1.0), limits=QueueLimits(1.0, 200, 1.0))
+    await keyspace.ticked(grace_ms=3_600_000)
+    await two_workers(keyspace, prefill_tokens=20_000)
+    await keyspace.change(2, prefill_tokens=20_000, in_flight=1)
+    asks = [keyspace.ask(keyspace.chain(100), tenant=b"tenant-1") for _ in range(5)]
+    for ask in asks:
+        assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
+    for number in (1, 2):
+        await keyspace.change(number, prefill_tokens=5_200)
+    polled = await keyspace.fleet.queue.poll([ask.reservation for ask in asks])
+    assert [*polled.standings.values()] == [Standing.TURN] * 5

@@ -15,6 +15,7 @@ from tests.support.redis.servers import PATIENT, redis7_binary, server, valkey_b
 
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import SCRIPT_KEYS, Announcement, Flag, Fleet, Proof, Renewal, connect, new_reservation
+from warmfleet.fleet.pool_registry import clear
 from warmfleet.fleet.upkeep import Pace
 from warmfleet_worker.protocol import wire
 
@@ -119,6 +120,18 @@ async def test_what_every_script_does_at_the_limit(own_store: aioredis.Redis, ow
     assert len(await ReportingWorker(own_store, own_fleet).holds()) == 90
     with pytest.raises(ResponseError):
         await own_store.xadd("a stream", {"a": "b"})
+
+
+async def test_a_pool_can_be_removed_to_make_room(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
+    """A request is under way, whose keys must go, too."""
+    keyspace = Keyspace(own_store, own_fleet)
+    await keyspace.worker(1)
+    await keyspace.hold(1, keyspace.chain(20_000))
+    await own_fleet.bookings.decide(keyspace.ask(keyspace.chain(20)))
+    used = (await own_store.info("memory"))["used_memory"]
+    await own_store.config_set("maxmemory", used - 100_000)
+    assert await clear(own_fleet, shared=False)
+    assert await own_store.keys(own_fleet.keys.prefix + "*") == []
 
 
 def test_the_readme_says_the_same() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,15 +88,28 @@ async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessio
     await sessions.keyspace.change(1, prefill_tokens=9_000)  # work is ahead: no time for one more
     await sessions.tick()
     assert await sessions.standing(held) == [Standing.WAITS]
-    packed = bytearray(await cast("Any", sessions.keyspace.store.hget(sessions.keyspace.keys.places, b"")))
-    packed[16:24] = bytes(8)  # the time until which it binds
-    await cast("Any", sessions.keyspace.store.hset(sessions.keyspace.keys.places, b"", bytes(packed)))
+    await binds_until(sessions, 0)
     await sessions.keyspace.change(1, prefill_tokens=0, busy_share=0)
     await sessions.tick()
     assert {key for key in await keys(sessions) if not key.startswith(b"way:")} == set()
     assert await sessions.standing(held) == [Standing.UNKNOWN]
     assert isinstance(await sessions.again(held), Decision)
     assert first.sid != second.sid
+
+
+async def binds_until(sessions: Sessions, ms: int) -> None:
+    """Change the time until which the ledger binds without a busy engine."""
+    store, places = sessions.keyspace.store, sessions.keyspace.keys.places
+    packed = bytearray(await cast("Any", store.hget(places, b"")))
+    struct.pack_into(">d", packed, 16, ms)
+    await cast("Any", store.hset(places, b"", bytes(packed)))
+
+
+async def older_tick(sessions: Sessions) -> None:
+    """Leave what a tick of a version without the ledger leaves: no word of it."""
+    store, tick = sessions.keyspace.store, sessions.keyspace.keys.tick
+    told: Any = await store.get(tick)
+    await store.set(tick, b" ".join(told.split()[:6]))
 
 
 async def test_a_tick_of_an_older_replica_ends_no_ledger(sessions: Sessions) -> None:
@@ -105,11 +120,22 @@ async def test_a_tick_of_an_older_replica_ends_no_ledger(sessions: Sessions) -> 
     await sessions.step(held, LARGE)
     await sessions.load(busy=False)  # it goes on to bind for a minute
     await sessions.keyspace.change(1, prefill_tokens=9_000)
-    told: Any = await sessions.keyspace.store.get(sessions.keyspace.keys.tick)
-    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, b" ".join(told.split()[:6]))
+    await older_tick(sessions)
     await sessions.tick()
     assert await sessions.standing(held) == [Standing.WAITS]
     assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+
+
+async def test_after_an_older_replicas_tick_a_ledger_goes_on_as_long_as_after_any(sessions: Sessions) -> None:
+    """It begins with an engine that is busy half of its time, and goes on while one is for a third."""
+    await sessions.turn(LARGE)
+    await sessions.turn(LARGE)
+    await sessions.keyspace.change(1, busy_share=26_000)
+    await binds_until(sessions, int(time.time() * 1000) + 5_000)
+    await older_tick(sessions)
+    await sessions.tick()
+    packed: Any = await sessions.keyspace.store.hget(sessions.keyspace.keys.places, b"")
+    assert struct.unpack_from(">d", packed, 16)[0] > time.time() * 1000 + 50_000
 
 
 # ---------------------------------------------------------------- who is a session
@@ -599,12 +625,10 @@ async def test_nobody_is_held_once_the_ledger_has_stopped(sessions: Sessions) ->
     await sessions.turn(LARGE)
     held = Agent()
     await sessions.step(held, LARGE)
-    told: Any = await sessions.keyspace.store.get(sessions.keyspace.keys.tick)
-    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, b" ".join(told.split()[:6]))
+    await older_tick(sessions)
     assert await sessions.standing(held) == [Standing.UNKNOWN]
     assert isinstance(await sessions.again(held), Decision)
     sessions.fleet.use(sessions=SessionLimits())
-    await sessions.keyspace.store.set(sessions.keyspace.keys.tick, told)
     await sessions.tick()
     assert {key for key in await keys(sessions) if not key.startswith(b"way:")} == set()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PART = Path(__file__).parents[2] / "lua/parts/shared/turns.lua"
 SPEED, US, LEAST_WAIT_PRICE, MAKING_PRICE, NO_ROOM_S = 10_000, 1e6, 0.1, 0.5, 1e-9
-MAX_US = 2**32 - 1
+MAX_US, PRICE_STEP = 2**32 - 1, 64
 SCRIPT = f"""
 local turns = (function()
 {PART.read_text()}
@@ -51,7 +51,7 @@ return told
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """The prices of a ticket's record, in us. named: slot and price. making: a worker is making half of its prompt."""
+    """The prices of a ticket's record. named: slot and price. making: a worker is making half of its prompt."""
 
     size: int
     tie: int
@@ -92,13 +92,17 @@ class Plain:
         scale = self.scale(asks)
         if others:
             at = min(others, key=lambda at: (self.ahead[at], self.workers[at].busy, at))
-            least = (scale * self.ahead[at] + asks.rest / US, at, asks.rest)
+            least = (self.wait(at, scale) + asks.rest / US, at, asks.rest)
         slots = [worker.slot for worker in self.workers]
         for slot, price in asks.named:
             at = slots.index(slot)
-            if at in among and scale * self.ahead[at] + price / US < least[0]:
-                least = (scale * self.ahead[at] + price / US, at, price)
+            if at in among and self.wait(at, scale) + price / US < least[0]:
+                least = (self.wait(at, scale) + price / US, at, price)
         return least
+
+    def wait(self, at: int, scale: float) -> float:
+        """In the order of operations of the script, because prices are no powers of two in seconds."""
+        return self.ahead[at] + (scale - 1) * self.ahead[at]
 
     def scale(self, asks: Asks) -> float:
         """The weight of a second of waiting for this ticket, as a share of its weight for other tickets."""
@@ -123,16 +127,18 @@ class Plain:
             if nearest >= 0:
                 self.ahead[nearest] += self.wait_price * asks.size / US
             return [*told, 0, 0]
-        taken_us = max(asks.size, price)
+        share = price % PRICE_STEP
+        taken_us = max(asks.size, (price - share) * share / (PRICE_STEP - 1))
         self.ahead[chosen] += self.wait_price * taken_us / US
         self.room[chosen] -= taken_us / US
         return [*told, chosen + 1, math.floor(taken_us / US * SPEED + 0.5)]
 
 
-#: Powers of two in seconds, so that all sums are exact, and many are equal.
+#: Powers of two in seconds, so that their sums are exact, and many are equal.
 PARTS = st.integers(0, 64).map(lambda number: number / 64)
 BUSY = st.sampled_from([0.0, 0.25, 0.5, 0.875])
 TIMES_US = st.integers(0, 64).map(lambda number: number * 15_625)
+PRICES = st.builds(lambda us, share: us - us % PRICE_STEP + share, TIMES_US, st.sampled_from([0, 20, PRICE_STEP - 1]))
 
 
 @st.composite
@@ -146,9 +152,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Worker], list[Asks]]:
     sets = draw(st.lists(st.sets(st.sampled_from(slots)).map(sorted).map(tuple), min_size=1, max_size=3))
     for _ in range(draw(st.integers(1, 40))):
         barred = draw(st.sampled_from([(), *sets]))
-        rest = draw(TIMES_US)
+        rest = draw(PRICES)
         own = draw(st.lists(st.sampled_from([slot for slot in slots if slot not in barred] or slots), max_size=3))
-        named = tuple((slot, draw(TIMES_US)) for slot in dict.fromkeys(own) if slot not in barred)
+        named = tuple((slot, draw(PRICES)) for slot in dict.fromkeys(own) if slot not in barred)
         tie = draw(st.sampled_from([0, 15_625, MAX_US]))
         tickets.append(Asks(draw(TIMES_US), tie, rest, named, barred, draw(st.booleans())))
     return workers, tickets
@@ -177,7 +183,7 @@ async def test_turns_are_those_of_the_plain_form(redis_url: str, case: tuple[lis
         await client.aclose()
 
 
-HELD = Asks(100_000, 0, 600_000, ((101, 100_000),), ())  # .1 s at the first worker, which holds its beginning
+HELD = Asks(100_000, 0, 600_063, ((101, 100_031),), ())  # .1 s at the first worker, which holds its beginning
 
 
 async def chosen(url: str, workers: Sequence[Worker], *tickets: Asks) -> list[int]:

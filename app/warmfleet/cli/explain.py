@@ -51,7 +51,8 @@ TERMS_LEGEND = """\
 These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the prompt; AGAIN: of that, what another
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
 the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back;
-LABELS: for preferred labels that it lacks (WARMFLEET_PREFER); DECODE: answers there that become slower.
+LABELS: for preferred labels that it lacks (WARMFLEET_PREFER); DECODE: answers under way that become
+slower (an engine whose other costs are higher by the whole prompt counts like the one where they lose most).
 """
 PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If

@@ -181,8 +181,8 @@ class Terms:
     wait_s: for the work ahead at the worker. compute_s: for the prompt's tokens that the worker must compute. again_s:
     for those of them that another worker is computing now. leave_s: for those of them that only one other worker has in
     its cache. evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent
-    share of time in prefill. label_s: for preferred labels that the worker lacks.
-    decode_s: for answers that the prompt makes slower.
+    share of time in prefill. label_s: for preferred labels that the worker lacks. decode_s: for answers
+    under way that the prompt makes slower (lua/parts/decide/cost_rule.lua).
     """
 
     wait_s: float

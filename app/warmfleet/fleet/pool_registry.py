@@ -120,13 +120,13 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
         await fleet.upkeep.forget(worker_id)
     had = bool(workers or servers)
+    while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:  # before the first ZADD, which a full Redis refuses
+        pass
     while ids := await _first_leases(fleet):  # only now, because no decision books where no worker is left
         had = True
         with redis_errors():
             await redis.zadd(keys.leases, dict.fromkeys(ids, 0))
         await fleet.bookings.settle(new_reservation(1), "finished")  # reaps what has expired, with its blocks' keys
-    while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:
-        pass
     names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():
         count = await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))

@@ -48,7 +48,7 @@ TERMS = {
     "evict_s": "for what its cache must evict",
     "busy_s": "because it was busy lately",
     "label_s": "for preferred labels that it lacks",
-    "decode_s": "for answers that become slower there",
+    "decode_s": "for the answers under way",
 }
 #: Words for the reasons that warmfleet_fallback_requests_total counts; any other reason is an error code (REFUSED).
 FALLBACK = {

@@ -6,9 +6,9 @@ Pools that are away or without a worker are passed over; if both home pools are 
 is chosen without Redis if no pool can be asked, or if all pools that can be asked are full, as the workers of a pool
 whose Redis is away may be idle. A request takes the place of another in a full queue only if all asked pools are full.
 
-The answers are compared by a price in seconds. If each asked pool offers a worker with room, the price is the predicted
-time to first token, plus the cost of moving a session away from blocks that only another pool's worker holds (by the
-weight ``stay``): lua/decide.lua adds this cost among the workers of one pool, but only the router can compare pools.
+The answers are compared by a price in seconds. If each asked pool offers a worker with room, the price is the worker's
+cost, plus the cost of moving a session away from blocks that only another pool's worker holds (by the weight ``stay``):
+lua/decide.lua adds this cost among the workers of one pool, but only the router can compare pools.
 
 If a pool lets the request wait for the worker that holds its first blocks, the price in all pools is the seconds to
 compute what the worker lacks of the prompt, plus those by which the worker is later than expected, plus half of the

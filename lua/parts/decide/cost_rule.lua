@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + decoding * (slows - least slows of all)
+    + decoding * (slows - least slows)
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -17,9 +17,10 @@ decide/baseline_policies.
   crowd     caches that the contexts booked there would need beyond the worker's own (n=20 samples soon do)
   slows     (decode_price * decodes * uncached + context_price * (context + decodes * prompt)) / speed, for the requests
             in flight (decodes) and the tokens of their contexts. A step of an engine computes part of a prompt, and a
-            token of each answer: computing delays all answers, and steps are longer the more context they have. No
-            request pays more for answers than computing its prompt takes: workers whose cost is otherwise that much
-            above the lowest count as the one that slows most. So an engine that joins does not draw all requests
+            token of each answer: computing delays all answers, and steps are longer the more context they have. A
+            worker whose cost is otherwise above the lowest by more than computing the whole prompt takes counts as the
+            one that slows most: no request goes there for the sake of answers, so an engine that joins does not draw
+            all requests. The least is that of the other workers
   decoding  how much answers count: the share of their time in which engines compute no prompts, since lines grow if
             busy engines' prompts are placed for the sake of answers; times the share of FILLED of the caches that
             contexts need, since they make steps long. 0 while a worker is computing half of the prompt or more: all
@@ -148,14 +149,14 @@ local function add_decode_terms(s, own, making, lowest)
   local decoding = (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
   s.decode_s = nil -- a choice that is made again may have another match
   if decoding <= 0 or 2 * making >= prompt then return end
+  local bar = lowest + prompt / s.median -- highest cost that may be worth it
   local slows, least, most = {}, huge, 0
   for i = 1, count do
     local n = s.decodes[i]
     slows[i] = decoding / speed[i] * (constants.decode_price * n * (prompt - (own[i] or 0))
       + constants.context_price * (s.contexts[i] + n * prompt))
-    least, most = min(least, slows[i]), max(most, slows[i])
+    least, most = cost[i] <= bar and min(least, slows[i]) or least, max(most, slows[i])
   end
-  local bar = lowest + prompt / s.median -- highest cost that may be worth it
   for i = 1, count do
     slows[i] = (cost[i] <= bar and slows[i] or most) - least
     cost[i] = cost[i] + slows[i]
@@ -208,7 +209,7 @@ local function lowest_cost(s, own, home)
     if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
-  if s.decodes then
+  if s.decodes and s.policy == "cost" then
     add_decode_terms(s, own, making, lowest)
     lowest = huge
     for i = 1, count do

@@ -19,9 +19,9 @@ Returns one of
   them, price of the turn in seconds, tokens of the prompt that the worker of this price holds}
   nil, the candidate (the choice, or another if that has no room), and a function to call with the request's work in
   tokens once the request is booked
-Price of the turn, at the worker for which the ticket waits (shared/turns): its price in the ticket (prices_of), plus
-seconds that it is overdue, plus half of the wait for it and of the queue's work that is served before; 0 without a
-ticket. By this price routers compare pools, so a second of waiting counts half in every pool (WAIT_PRICE in
+Price of the turn, at the worker for which the ticket waits (shared/turns): seconds to compute what that worker lacks of
+the prompt, plus seconds that it is overdue, plus half of the wait for it and of the queue's work that is served before;
+0 without a ticket. By this price routers compare pools, so a second of waiting counts half in every pool (WAIT_PRICE in
 app/warmfleet/routing/pool_choice.py).
 --]]
 local call, floor, max, min = redis.call, math.floor, math.max, math.min
@@ -42,20 +42,26 @@ end
 
 local function us(seconds) return floor(min(seconds * US, MAX_US) + 0.5) end
 
+-- Return a price as a ticket has it (parts/layout), from seconds.
+local function price_of(own_s, compute_s)
+  local step = floor(us(own_s) / PRICE_STEP)
+  return PRICE_STEP * step + floor((PRICE_STEP - 1) * compute_s / max(own_s, compute_s, 1 / US) + 0.5)
+end
+
 -- Price the request at each worker: seconds to compute what the worker does not hold of the prompt, and what the cost
 -- rule adds for answers under way there, at most the seconds to compute the whole prompt. The other terms of the cost
 -- rule are left out: they tell which worker with room is best, but in the queue they would leave engines idle.
 -- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
--- theirs: so turns are found without a look at every worker. The least time to compute it is the request's size.
--- Returns the prices by candidate, the candidates of the lowest prices, lowest first, the price of the others, and the
--- size in seconds.
+-- theirs: so turns are found without a look at every worker.
+-- Returns by candidate the prices and the seconds to compute, the least of the latter, the candidates of the lowest
+-- prices, lowest first, and the candidate whose price is that of the others.
 local function prices_of(s)
-  local own_s, named, most_s, size_s, decode_s = {}, {}, 0, math.huge, s.decode_s
+  local own_s, compute_s, size_s, named, dearest, decode_s = {}, {}, math.huge, {}, 1, s.decode_s
   for i = 1, s.count do
-    local compute_s = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
-    size_s = min(size_s, compute_s)
-    own_s[i] = compute_s + (decode_s and min(decode_s[i], s.prompt / s.median) or 0)
-    most_s = max(most_s, own_s[i])
+    compute_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
+    own_s[i] = compute_s[i] + (decode_s and min(decode_s[i], s.prompt / s.median) or 0)
+    size_s = min(size_s, compute_s[i])
+    if own_s[i] > own_s[dearest] then dearest = i end
     local k = #named
     if k <= NAMED or own_s[i] < own_s[named[k]] then
       if k <= NAMED then k = k + 1 end
@@ -65,7 +71,7 @@ local function prices_of(s)
       named[k] = i
     end
   end
-  return own_s, named, #named > NAMED and own_s[named[NAMED + 1]] or most_s, size_s
+  return own_s, compute_s, size_s, named, #named > NAMED and named[NAMED + 1] or dearest
 end
 
 -- Tell whether a worker is computing half of the prompt or more at this moment.
@@ -109,13 +115,16 @@ return function(s, w, request, with_room, everybody, queue2_key, leases_key)
     ticket, refusal = nil, "DISPLACED"
   end
 
-  local own_s, named, rest_s, size_s = prices_of(s)
+  local own_s, compute_s, size_s, named, other = prices_of(s)
   local making = s.policy == "cost" and is_being_made(s)
   request.size_us, request.named, request.patience = us(size_s), {}, constants.patience
   request.tie_us, request.rest_us = MAX_US, 0
   if s.policy == "cost" then
-    request.tie_us, request.rest_us = us(s.tie_s), us(rest_s)
-    for k = 1, min(NAMED, #named) do request.named[k] = { slot = s.slots[named[k]], us = us(own_s[named[k]]) } end
+    request.tie_us, request.rest_us = us(s.tie_s), price_of(own_s[other], compute_s[other])
+    for k = 1, min(NAMED, #named) do
+      local i = named[k]
+      request.named[k] = { slot = s.slots[i], us = price_of(own_s[i], compute_s[i]) }
+    end
   end
   request.barred = slots_of(request.barred, request.rows)
   if making then request.barred = request.barred .. MAKING end
@@ -131,7 +140,7 @@ return function(s, w, request, with_room, everybody, queue2_key, leases_key)
     end
     s.turn_at = nearest
     local wait_s = waits(nearest) / left.wait_price + queue.ahead_us(flow, request.size_us) / US / s.count
-    return own_s[nearest] + late(nearest) + WAIT_PRICE * wait_s, s.matched[nearest]
+    return compute_s[nearest] + late(nearest) + WAIT_PRICE * wait_s, s.matched[nearest]
   end
 
   if ticket then

@@ -3,8 +3,9 @@ shared/turns: finds which waiting requests (shared/tickets) may be served now ("
 
 Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
 for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
-worker is its price (seconds to compute what the worker lacks of the prompt, noted by decide/wait_turn) plus the work
-ahead there now, with earlier tickets that wait for the worker. So a long line for one engine spreads to free engines.
+worker is its price (seconds to compute what the worker lacks of the prompt, and that answers under way there lose, noted
+by decide/wait_turn) plus the work ahead there now, with earlier tickets that wait for the worker. So a long line for one
+engine spreads to free engines.
 An engine that is overdue with its prefill costs as much more as it is overdue, for nobody knows when it goes on.
 
 Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
@@ -169,6 +170,12 @@ local function room_left(s, room_of, overdue_s)
     return best <= lowest + tie_us / US
   end
 
+  -- Return the us to compute that are in a ticket's price.
+  local function computing(price)
+    local share = price % PRICE_STEP
+    return (price - share) * share / (PRICE_STEP - 1)
+  end
+
   function left.stands(ticket)
     local _, tie_us, lowest, nearest, best, chosen, _, making = costs_of(ticket)
     local is_turn = takes(tie_us, lowest, nearest, best, chosen, making)
@@ -179,7 +186,7 @@ local function room_left(s, room_of, overdue_s)
       local slot, named_us = unpack_from(TICKET_OWN, ticket, TICKET_OWN_AT + OWN_BYTES * k)
       if slot == s.slots[worker] then own_us = named_us end
     end
-    return sub(s.rows[worker], WORKER_ID_AT), is_turn, chosen ~= nil, own_us
+    return sub(s.rows[worker], WORKER_ID_AT), is_turn, chosen ~= nil, floor(computing(own_us) + 0.5)
   end
 
   function left.take(ticket)
@@ -188,7 +195,7 @@ local function room_left(s, room_of, overdue_s)
       if nearest then ahead[nearest] = ahead[nearest] + wait_price * size_us / US end
       return nil
     end
-    local taken_us = max(size_us, chosen_us)
+    local taken_us = max(size_us, computing(chosen_us))
     room[chosen], ahead[chosen] = room[chosen] - taken_us / US, ahead[chosen] + wait_price * taken_us / US
     return chosen, floor(taken_us * s.speed[chosen] / US + 0.5)
   end

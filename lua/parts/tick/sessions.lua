@@ -35,6 +35,7 @@ local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
 local MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
 
 -- Return the engines that take part, by slot; whether the ledger binds by their state; the smallest cache in tokens.
+-- bound: it binds already.
 local function engines_of(rows, constants, now, bound)
   local engines, binds, smallest, sizes = {}, false, huge, {}
   for scheme, tokens in constants.block_sizes:gmatch("(%d+)=(%d+)") do sizes[tonumber(scheme)] = tonumber(tokens) end
@@ -58,10 +59,10 @@ end
 
 return function(prefix, now, constants, rows, bound)
   local ledger, line = (include "shared/sessions")(prefix), prefix .. "session_line"
-  local engines, binds, smallest = engines_of(rows, constants, now, bound)
-  local new_let_in = 0
+  local state = ledger.state()
+  local engines, binds, smallest = engines_of(rows, constants, now, bound or state.until_ms >= now)
   if not engines then return bound end
-  local state, tenants = ledger.state(), {} -- tenants: tokens of their sessions that have places
+  local new_let_in, tenants = 0, {} -- tenants: tokens of their sessions that have places
   if binds then
     state.until_ms = now + BINDS_MS
   elseif not bound and state.until_ms == 0 then
