@@ -62,10 +62,10 @@ local FLOW_BYTES = 9
 local PLACE_BYTES = 16
 local MEMBER_ID_AT = FLOW_BYTES + PLACE_BYTES + 1 -- the position of the id in a member of `queue2`: flow, place, id
 
--- A ticket's record. Price: us that a worker needs for what it lacks of the prompt and that answers under way lose, in
--- steps of PRICE_STEP; the remainder is the former's share of them, in parts of PRICE_STEP - 1. Size: us that the worker
--- needs which lacks least. Tie: us within which costs count as equal. Named workers: the 8 cheapest, whose prices are
--- stored one by one
+-- A ticket's record. Price: us that a worker needs for what it lacks of the prompt, and that answers there lose, in
+-- steps of PRICE_STEP; the remainder is the share of the former, in parts of PRICE_STEP - 1. Size: us to compute the
+-- prompt at the worker that lacks least. Tie: us within which costs count as equal. Named workers: the 8 cheapest,
+-- whose prices are stored one by one
 local TICKET_PRICES = ">I4I4I4I4B" -- prompt tokens; size, tie, price at all other workers; number of named workers
 local PRICE_STEP = 64
 local TICKET_SIZE = ">I4I4" -- the first two numbers of TICKET_PRICES

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 READY_SECONDS = 90.0
+#: The policy for tests that need a prompt's holder. By cost a session leaves an engine that was slow a moment ago, as
+#: one is with its first prompt on a busy machine.
+BY_MATCH = "two_state"
 #: Engines take every core for seconds. A decision falls back after the default 50 ms, and then predicts nothing.
 PATIENT_SECONDS = "2"
 

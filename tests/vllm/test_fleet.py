@@ -12,7 +12,7 @@ import pytest
 from tests.support.polling import poll
 from tests.vllm.conftest import BLOCKS
 from tests.vllm.engine import SERVED_NAME, SLEEPS, EngineOptions, VllmEngine
-from tests.vllm.replicas import replicas
+from tests.vllm.replicas import BY_MATCH, replicas
 
 from warmfleet.fleet import Fleet, Spans
 from warmfleet.fleet.client import connect
@@ -54,7 +54,7 @@ def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
         second.start()
         first = request.getfixturevalue("reported").engine
         second.wait()
-        with replicas(vllm_store) as urls:
+        with replicas(vllm_store, policy=BY_MATCH) as urls:
             yield Real(urls, {engine.worker_id: engine for engine in (first, second)}, vllm_store)
     finally:
         second.remove()

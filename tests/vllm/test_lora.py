@@ -14,7 +14,7 @@ from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import BLOCK_TOKENS, SERVED_NAME, EngineOptions, VllmEngine, running
-from tests.vllm.replicas import replicas
+from tests.vllm.replicas import BY_MATCH, replicas
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
@@ -103,7 +103,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
             )
             for worker_id, names in ADAPTERS.items()
         ]
-        with running(*options) as engines, replicas(redis_url) as urls:
+        with running(*options) as engines, replicas(redis_url, policy=BY_MATCH) as urls:
             yield Adapted(urls, {engine.worker_id: engine for engine in engines}, folder, redis_url)
 
 

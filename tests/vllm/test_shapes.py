@@ -16,7 +16,7 @@ from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.conftest import TAG
 from tests.vllm.engine import ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
-from tests.vllm.replicas import replicas
+from tests.vllm.replicas import BY_MATCH, replicas
 
 from warmfleet.fleet import Flag, Fleet, WorkerState
 from warmfleet.fleet.client import connect
@@ -125,7 +125,7 @@ def ranks() -> Iterator[Stack]:
     """Two ranks behind one server, which is of two processes by vLLM's default."""
     with server(valkey_binary()) as redis_url:
         options = EngineOptions(redis_url=redis_url, arguments=("--data-parallel-size", "2"))
-        with running(options) as [engine], replicas(redis_url) as urls:
+        with running(options) as [engine], replicas(redis_url, policy=BY_MATCH) as urls:
             yield Stack(dict.fromkeys(RANKS, engine), urls, redis_url)
 
 

@@ -3,9 +3,9 @@ shared/turns: finds which waiting requests (shared/tickets) may be served now ("
 
 Choice. A ticket is served by a worker with room if no other worker, busy or not, is cheaper for it: so a request waits
 for the engine that holds its prompt while that is cheaper than to compute the prompt elsewhere. A ticket's cost at a
-worker is its price (seconds to compute what the worker lacks of the prompt, and that answers under way there lose, noted
-by decide/wait_turn) plus the work ahead there now, with earlier tickets that wait for the worker. So a long line for one
-engine spreads to free engines.
+worker is its price (seconds to compute what the worker lacks of the prompt, and that answers under way there lose,
+noted by decide/wait_turn) plus the work ahead there now, with earlier tickets that wait for the worker. So a long line
+for one engine spreads to free engines.
 An engine that is overdue with its prefill costs as much more as it is overdue, for nobody knows when it goes on.
 
 Waiting. A request that does not wait for the engine that holds its prompt makes another engine compute the prompt once
@@ -172,8 +172,8 @@ local function room_left(s, room_of, overdue_s)
 
   -- Return the us to compute that are in a ticket's price.
   local function computing(price)
-    local share = price % PRICE_STEP
-    return (price - share) * share / (PRICE_STEP - 1)
+    local part = price % PRICE_STEP
+    return (price - part) * part / (PRICE_STEP - 1)
   end
 
   function left.stands(ticket)
