@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 REPLAY_PORTS = 100  # port of an engine's event replays minus port of its KV events
 INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # what --kv-events needs
+EXTRA_KEYS = {"none": "tagged", "lookahead": "lookahead_1", "drop": "tagged_drop"}  # Scheme.extra_keys by --eagle
 STOP_SECONDS = 2.0  # longest time for open requests to end when the engine stops
 
 
@@ -188,7 +189,8 @@ async def serve(args: argparse.Namespace) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the engine settings that the command line asks for. Raises ValueError if no engine can have them."""
-    scheme = wire.Scheme(args.hash_algo, wire.default_none_hash(args.hash_algo), args.block_size)
+    none_hash = wire.default_none_hash(args.hash_algo)
+    scheme = wire.Scheme(args.hash_algo, none_hash, args.block_size, EXTRA_KEYS[args.eagle])
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)
     costs = load_costs(args.step_time).scaled(args.time_scale)
@@ -249,6 +251,13 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, default=4_096, help="--num-gpu-blocks-override (default %(default)s)")
     add("--block-size", type=int, default=16, help="tokens in a block (default %(default)s)")
     add("--hash-algo", choices=("sha256_cbor", "sha256"), default="sha256_cbor")
+    add(
+        "--eagle",
+        choices=EXTRA_KEYS,
+        default="none",
+        help="hash and match blocks as vLLM does with --speculative-config of EAGLE or MTP: lookahead since 0.33, drop "
+        "before and beside a KV connector. It drafts no tokens (default %(default)s)",
+    )
     add("--max-num-batched-tokens", type=int, default=2_048, help="per step (default %(default)s)")
     add("--max-num-seqs", type=int, default=256, help="running at once (default %(default)s)")
     add("--max-model-len", type=int, help="tokens (default 32768 or what the cache holds)")

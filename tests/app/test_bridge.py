@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
-from tests.support.engines.simulated import config, demo_identity, running
+from tests.support.engines.simulated import SCHEME, SCHEMES, config, demo_identity, running
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from warmfleet_worker.protocol import wire
+
 
 @asynccontextmanager
-async def publishing(model: str, blocks: int = 256) -> AsyncIterator[Engine]:
+async def publishing(model: str, blocks: int = 256, scheme: wire.Scheme = SCHEME) -> AsyncIterator[Engine]:
     """A simulated engine that publishes KV events and belongs to no fleet."""
-    engine = Engine(config(blocks=blocks), demo_identity(), Served((model,)))
+    engine = Engine(config(blocks=blocks, scheme=scheme), demo_identity(), Served((model,)))
     async with running(ready=engine):
         engine.publish_kv_events()
         yield engine
@@ -109,6 +111,19 @@ async def test_bridged_engines_are_proven_and_matched_and_a_killed_bridge_costs_
             with bridge(valkey_url, one, two):
                 await equal(router, one, two)
                 await router.routable(2)
+
+
+async def test_a_bridged_engine_whose_hashes_look_ahead_is_matched(valkey_url: str, model: str) -> None:
+    """The bridge learns it from the first events, and the engine joins anew."""
+    async with publishing(model, scheme=SCHEMES["lookahead"]) as engine, replica(valkey_url, model) as router:
+        await ask(engine, model, prompt(1))
+        with bridge(valkey_url, engine):
+            await equal(router, engine)
+            await router.routable(1)
+            for tokens, matched in ((200, 192), (193, 192), (192, 176)):
+                body = {"model": model, "prompt": prompt(1, tokens), "max_tokens": 1}
+                status, headers, _ = await router.post(body)
+                assert (status, int(headers["x-warmfleet-matched-tokens"])) == (200, matched)
 
 
 async def test_a_bridged_engine_answers_many_plain_requests_at_a_time(valkey_url: str, model: str) -> None:

@@ -17,7 +17,14 @@ from typing import Any
 BLOCK_TOKENS = int(os.environ.get("CORE_BLOCK_TOKENS", "32"))
 BLOCKS = int(os.environ.get("CORE_BLOCKS", "128"))
 MODEL_LEN = int(os.environ.get("CORE_MODEL_LEN", "2048"))
+DRAFT = os.environ.get("CORE_DRAFT")  # the folder of a draft model for EAGLE, of which only config.json is read
 BUDGET = 2_048  # tokens of one step
+
+
+def hasher_of(function: Any, lookahead: int) -> Any:
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    return get_request_block_hasher(BLOCK_TOKENS, function, *((lookahead,) if lookahead else ()))
 
 
 class Core:
@@ -41,6 +48,7 @@ class Core:
             max_num_seqs=16,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
+            speculative_config={"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2} if DRAFT else None,
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
@@ -55,7 +63,7 @@ class Core:
         )
         function = get_hash_fn_by_name("sha256_cbor")
         kv_cache_utils.init_none_hash(function)  # as the engine core does, after its Scheduler
-        self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, function)
+        self.hasher = hasher_of(function, getattr(self.config, "num_hash_lookahead_tokens", 0))
         gc.collect()
         gc.freeze()  # as the engine core does, too
         self.rng = random.Random(1)
@@ -169,6 +177,15 @@ class Answers:
         noted, self.noted_s[:] = list(self.noted_s), []
         return {"process_s": time.process_time(), "steps_s": steps, "noted_s": noted}
 
+    def cached(self, prompt: list[int]) -> dict[str, Any]:
+        """Run one request alone; returns the tokens of its prompt that were cached before, and the table afterwards."""
+        core, counted = self.core, []
+        core.add(f"cmpl-wf-{core.rng.randrange(10**22):022}.x-0", prompt, 3)
+        while core.scheduler.requests:
+            outputs = [output for batch in core.step().values() for output in batch.outputs]
+            counted += [output.prefill_stats.num_cached_tokens for output in outputs if output.prefill_stats]
+        return {"cached": counted[0], "table": core.table()}
+
     def reset(self) -> dict[str, Any]:
         return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
 
@@ -190,8 +207,11 @@ class Answers:
             self.core.step()
         return {"table": self.core.table()}
 
-    def hashes(self, algorithms: list[str], cases: list[dict[str, Any]]) -> dict[str, Any]:
-        """Per algorithm the announced scheme, and for each case the hashes that vLLM's own hasher computes."""
+    def hashes(self, algorithms: list[str], cases: list[dict[str, Any]], lookahead: int = 0) -> dict[str, Any]:
+        """Per algorithm the announced scheme, and for each case the hashes that vLLM's own hasher computes.
+
+        lookahead: number of tokens behind a block that its hash covers; since vLLM 0.33.
+        """
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -205,8 +225,7 @@ class Answers:
             function = get_hash_fn_by_name(algorithm)
             kv_cache_utils.init_none_hash(function)
             self.core.config.cache_config.prefix_caching_hash_algo = algorithm
-            hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, function)
-            made = []
+            hasher, made = hasher_of(function, lookahead), []
             for case in cases:
                 lora = case["lora"]
                 request = Request(
@@ -244,7 +263,6 @@ class Answers:
         launcher = find_spec("vllm.entrypoints.launchers")
         return {
             "root": "random" if len(roots) > 1 else "fixed",
-            "lookahead": "yes" if hasattr(self.core.config, "num_hash_lookahead_tokens") else "no",
             "server": "launchers" if launcher else "openai.api_server",
             "chat_ids": "yes" if hasattr(online_renderer, "_reused_prompt_token_ids") else "no",
         }

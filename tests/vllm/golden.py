@@ -22,6 +22,7 @@ OUT = Path(__file__).with_name("golden_hashes.json")
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 SEEDS = (None, "7")
 BLOCKS = (16, 32, 48)
+LOOKAHEADS = (1, 3)  # with EAGLE, and with three modules of MTP
 TOKENS = [n * 7_919 % 152_000 for n in range(100)]
 LORA = ("ad", "/adapters/ad")
 CASES: dict[str, dict[str, Any]] = {
@@ -34,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def vectors(seed: str | None) -> dict[str, Any]:
     """Return the hashes of this version of vLLM. It runs inside that version."""
+    from vllm.config import VllmConfig
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
     from vllm.version import __version__
@@ -43,12 +45,20 @@ def vectors(seed: str | None) -> dict[str, Any]:
         function = get_hash_fn_by_name(algorithm)
         kv_cache_utils.init_none_hash(function)
         for block_tokens in BLOCKS if algorithm != "xxhash" else BLOCKS[:1]:
-            hashes = {name: hashed(function, block_tokens, **case) for name, case in CASES.items()}
+            hashes = {name: hashed(function, block_tokens, 0, **case) for name, case in CASES.items()}
             found.append({"seed": seed, "scheme": announced(algorithm, block_tokens), "hashes": hashes})
-    return {"version": __version__, "vectors": found, "lookahead": announced("sha256", 16, lookahead=1)}
+    if hasattr(VllmConfig, "num_hash_lookahead_tokens"):
+        for lookahead in LOOKAHEADS:
+            function = get_hash_fn_by_name("sha256_cbor")
+            kv_cache_utils.init_none_hash(function)
+            hashes = {name: hashed(function, BLOCKS[0], lookahead, **case) for name, case in CASES.items()}
+            found.append({"seed": seed, "scheme": announced("sha256_cbor", BLOCKS[0], lookahead), "hashes": hashes})
+    return {"version": __version__, "vectors": found}
 
 
-def hashed(function: Any, block_tokens: int, salt: str | None = None, lora: tuple[str, str] | None = None) -> str:
+def hashed(
+    function: Any, block_tokens: int, lookahead: int, salt: str | None = None, lora: tuple[str, str] | None = None
+) -> str:
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -61,7 +71,7 @@ def hashed(function: Any, block_tokens: int, salt: str | None = None, lora: tupl
         pooling_params=None,
         lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
         cache_salt=salt,
-        block_hasher=get_request_block_hasher(block_tokens, function),
+        block_hasher=get_request_block_hasher(block_tokens, function, *((lookahead,) if lookahead else ())),
     )
     return "".join(value[-8:].hex() for value in request.block_hashes)
 
@@ -97,10 +107,7 @@ def main() -> None:
     for folder in sys.argv[1:]:
         runs = [run(Path(folder), seed) for seed in SEEDS]
         version = runs[0]["version"]
-        known[version] = {
-            "vectors": [vector for made in runs for vector in made["vectors"]],
-            "lookahead": runs[0]["lookahead"],
-        }
+        known[version] = {"vectors": [vector for made in runs for vector in made["vectors"]]}
         print(version, len(known[version]["vectors"]), "chains by", len(CASES))
     OUT.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 

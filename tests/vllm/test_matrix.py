@@ -46,6 +46,7 @@ pytestmark = [
 ]
 
 ROUNDS, REQUESTS, TOKENS = 4, 60, 600
+DRAFTED = 200  # requests to an engine that drafts tokens
 #: Columns of the table: what a cell counts.
 CHECKS = {
     "internals": "missing",
@@ -57,7 +58,7 @@ CHECKS = {
     "load": "",
     "salts, adapters": "",
     "NONE_HASH": "",
-    "look-ahead": "",
+    "EAGLE": "predicted",
     "server in": "",
     "ids for chats": "",
 }
@@ -111,8 +112,8 @@ class Core:
 
 
 @contextmanager
-def running(version: str, redis_url: str, log: Path) -> Iterator[Core]:
-    ours = {
+def running(version: str, redis_url: str, log: Path, **more: str) -> Iterator[Core]:
+    ours = more | {
         "CORE_MODEL": str(MODEL),
         "WARMFLEET_REDIS_URL": redis_url,
         "WARMFLEET_WORKER_ID": "core",
@@ -269,6 +270,74 @@ async def test_what_is_reported_is_what_the_core_says(
             count, form = await compare_hashes(core)
             cells["hashes"], cells["salts, adapters"] = f"{count} of {count}", form
             differs = await core.ask("differs")
-            cells["NONE_HASH"], cells["look-ahead"] = differs["root"], differs["lookahead"]
+            cells["NONE_HASH"] = differs["root"]
             cells["server in"], cells["ids for chats"] = differs["server"], differs["chat_ids"]
             assert [line for line in await core.ask("log") if "joined" not in line] == []
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a draft model without weights, which no core loads."""
+    folder = tmp_path_factory.mktemp("draft")
+    config = json.loads((MODEL / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in ("layer_types", "max_window_layers")}
+    made = kept | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(made))
+    return folder
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_what_is_predicted_for_an_engine_that_drafts_tokens_is_cached(
+    version: str, store: str, results: Results, tmp_path: Path, draft: Path
+) -> None:
+    """From 0.33 on the hash of a block covers the next token; before, the last block is computed once more."""
+    rng, known, right = random.Random(5), [[0]], 0
+    with running(version, store, tmp_path / "log", CORE_DRAFT=str(draft)) as core:
+        async with fleet_of(version, store) as fleet:
+            assert [reason for reason in (await core.ask("lacks")).values() if reason] == []
+            ran = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
+            await same(fleet, ran["table"])
+            view = await step(fleet)
+            assert view is not None
+            hasher, table = Hasher(Scheme.from_dict(view.record["scheme"])), ran["table"]
+            assert hasher.scheme.extra_keys == {"0.33.0": "lookahead_1"}.get(
+                version, "plain_drop" if version < "0.31" else "tagged_drop"
+            )
+            for _ in range(DRAFTED):
+                head = rng.choice(known)
+                prompt = head[: rng.randrange(len(head) + 1)] + [
+                    rng.randrange(3, 8_000) for _ in range(rng.randrange(1, 400))
+                ]
+                chain = hasher.chain(prompt)
+                held = {bytes.fromhex(key)[-12:-4] for key in table}
+                hashes = [chain.hashes[at : at + 8] for at in range(0, len(chain.hashes), 8)]
+                predicted = next((at for at, digest in enumerate(hashes) if digest not in held), len(hashes))
+                found = await core.ask("cached", prompt=prompt)
+                assert found["cached"] == predicted * chain.block_tokens
+                table, right = found["table"], right + (predicted > 0)
+                known = [*known[-20:], prompt]
+            await same(fleet, table)
+            assert right > DRAFTED // 4
+            cells = results.cells.setdefault(version, {})
+            cells["EAGLE"] = f"{DRAFTED} of {DRAFTED}"
+
+
+async def test_look_ahead_hashes_are_those_of_0_33(store: str, tmp_path: Path) -> None:
+    rng = random.Random(7)
+    with running("0.33.0", store, tmp_path / "log") as core:
+        for lookahead in (1, 2, 5, 40):
+            asked = [
+                {
+                    "tokens": [rng.randrange(150_000) for _ in range(rng.randrange(1, 300))],
+                    "salt": salt,
+                    "lora": adapter,
+                }
+                for _ in range(625)
+                for salt in (None, "a tenant")
+                for adapter in (None, ("one", "/adapters/one"))
+            ]
+            found = await core.ask("hashes", algorithms=["sha256_cbor"], cases=asked, lookahead=lookahead)
+            told = found["sha256_cbor"]
+            scheme = Scheme.from_dict(told["scheme"] | {"extra_keys": f"lookahead_{lookahead}"})
+            for case, own in zip(asked, told["hashes"], strict=True):
+                assert router_hashes(scheme, case) == own, case

@@ -29,7 +29,7 @@ class SilentEvents(KvEvents):
     """KV events that are taken, not sent."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._block_tokens = scheduler.limits.block_tokens
+        self._block_tokens, self._lookahead = scheduler.limits.block_tokens, scheduler.scheme.lookahead
         self._events: list[dict[str, Any]] = []
         scheduler.pool.on_copy_removed = self.copy_removed
         scheduler.pool.listener = self
@@ -41,10 +41,16 @@ class SilentEvents(KvEvents):
 
 
 class ScriptedEngine:
-    """Publishes a batch per step. kept: how many of them it can replay; truths: its table after each of them."""
+    """Publishes a batch per step. kept: how many of them it can replay; truths: its table after each of them.
 
-    def __init__(self, seed: int, blocks: int = 24, kept: int = 10_000, *, replays: bool = True) -> None:
+    lookahead: the number of tokens behind a block that its hash covers.
+    """
+
+    def __init__(
+        self, seed: int, blocks: int = 24, kept: int = 10_000, *, replays: bool = True, lookahead: int = 0
+    ) -> None:
         self.kept, self.replays = kept, replays
+        self.told = scheme_of(PAGE, lookahead)
         self.reply_loses: set[int] = set()
         self._random = random.Random(seed)
         self._blocks = blocks
@@ -53,7 +59,7 @@ class ScriptedEngine:
 
     def start(self) -> None:
         """Begin a new process: an empty cache, another seed, batches from 0 on."""
-        scheme = wire.Scheme("sha256", self._random.randbytes(32), PAGE)
+        scheme = wire.Scheme("sha256", self._random.randbytes(32), PAGE, self.told.extra_keys)
         limits = Limits(step_tokens=64, max_model_len=(self._blocks - 1) * PAGE)
         self.scheduler = Scheduler(BlockPool(self._blocks), scheme, limits)
         self.events = SilentEvents(self.scheduler)
@@ -99,8 +105,8 @@ class ScriptedEngine:
 
     def _name(self, request: Request) -> None:
         """Remember the chain that routers compute for the blocks of a request."""
-        tokens = request.slice(0, len(request.hashes) * PAGE)
-        chain = wire.chain_hashes(CANONICAL, tokens, salt=request.salt)
+        tokens = request.slice(0, len(request.hashes) * PAGE + self.told.lookahead)
+        chain = wire.chain_hashes(self.told, tokens, salt=request.salt)
         self._canonical |= {own: true[-8:] for own, true in zip(request.hashes, chain, strict=True)}
 
     # ------------------------------------------------ what the bridge gets

@@ -29,7 +29,7 @@ class Follower:
     def __init__(self, engine: ScriptedEngine, capacity: int = 24) -> None:
         self.engine = engine
         self.tracker = Tracker()
-        self.table = BlockTable(self.tracker, PAGE, capacity)
+        self.table = BlockTable(self.tracker, PAGE, capacity, lookahead=engine.told.lookahead)
         self.sequence = Sequence(self, engine.replay)
         self.exact = True
 
@@ -53,8 +53,9 @@ class Follower:
             assert self.table.held == truth
 
 
-def test_every_batch_gives_the_engines_own_table() -> None:
-    engine = ScriptedEngine(1)
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_every_batch_gives_the_engines_own_table(lookahead: int) -> None:
+    engine = ScriptedEngine(1, lookahead=lookahead)
     follower = Follower(engine)
     for _ in range(60):
         for _ in engine.serve():
@@ -132,11 +133,32 @@ def test_only_the_followed_group_and_the_engines_own_cache_count() -> None:
     assert table.held == hashes(list(range(16)))
 
 
-def test_blocks_whose_hash_looks_ahead_are_left_out() -> None:
+def test_blocks_whose_hash_looks_further_ahead_than_told_are_left_out() -> None:
     table = BlockTable(Tracker(), PAGE, 100)
-    table.apply(decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=[[16], [32]])))
-    assert not table.held
-    assert table.unproved == {"lookahead": 2}
+    for behind in ([[16], [32]], [[16, 17], [32, 33]]):
+        table.apply(decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=behind)))
+        assert not table.held
+        assert table.lookahead == len(behind[0]), "so the engine joins anew, with this number"
+    assert table.unproved == {"lookahead": 4}
+    malformed: list[Any] = [[[16]], [[16], 7], 5]
+    for told in malformed:
+        with pytest.raises(EventError):
+            decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=told))
+    table.apply(decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=[[16], [32, 33]])))
+    table = BlockTable(Tracker(), PAGE, 100, lookahead=1)
+    table.apply(decode(stored([1], None, list(range(16)))))
+    table.apply(decode(stored([1, 2], None, list(range(32)), lookahead_token_ids=[["x"], [32]])))
+    assert (table.held, table.unproved) == (set(), {"lookahead": 1, "extra_keys": 2})
+
+
+def test_blocks_of_the_same_tokens_before_other_ones_are_no_copies() -> None:
+    table = BlockTable(Tracker(), PAGE, 100, lookahead=1)
+    for key, token in ((1, 16), (2, 17)):
+        table.apply(decode(stored([key], None, list(range(16)), lookahead_token_ids=[[token]])))
+    chains = [wire.chain_hashes(table.scheme, [*range(16), token]) for token in (16, 17)]
+    assert table.held == {chain[0][-8:] for chain in chains}
+    table.apply(decode(removed(1)))
+    assert table.held == {chains[1][0][-8:]}
 
 
 def test_whole_digests_serve_as_well_as_numbers() -> None:

@@ -34,7 +34,9 @@ def engine() -> Iterator[BridgedEngine]:
 def joined(engine: BridgedEngine) -> list[bool]:
     """The engine as if it had joined, and a list of the ``leave`` arguments of its ranks' ``stop``."""
     told: list[bool] = []
-    rank = SimpleNamespace(stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0))
+    rank = SimpleNamespace(
+        stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0, lookahead=0)
+    )
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
 
@@ -101,6 +103,19 @@ def test_metrics_that_fail_are_no_engine_that_stands_still(
     assert engine._load(0).steps == 1_000
     engine._check()
     assert (engine._load(0).running, engine._load(0).steps) == (3, None)
+
+
+def test_an_engine_whose_hashes_look_ahead_joins_anew_and_says_so(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: (FACTS.models, {}))
+    monkeypatch.setattr(engine, "api", api)
+    joined(engine)
+    engine.ranks[0].table.lookahead = 2
+    engine._check()
+    assert engine._restarted.is_set()
+    scheme = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.scheme
+    assert (scheme.extra_keys, scheme.lookahead) == ("lookahead_2", 2)
 
 
 def test_an_engine_that_lists_other_names_joins_anew_and_its_adapters_are_told(

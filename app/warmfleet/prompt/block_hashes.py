@@ -32,7 +32,9 @@ TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest()
 
 
 class Chain(NamedTuple):
-    """The block hashes of a prompt under one scheme, 8 bytes each, joined; without the block of the last token."""
+    """The block hashes of a prompt under one scheme, 8 bytes each, joined: of the blocks that an engine that holds them
+    all does not compute.
+    """
 
     scheme_id: int
     block_tokens: int
@@ -50,6 +52,8 @@ class Hasher:
         self._head = b"\x83" + cbor.head(0x40, self._digest_bytes)
         self._array_head = cbor_array_head(scheme.hash_block_tokens)
         self._steps = scheme.steps  # hashes for each block
+        self._ahead = scheme.lookahead  # tokens behind a block that its hash covers
+        self._first = HASH_BYTES if scheme.drops else 0  # where chains begin
         self._blocks_at_once = max(1, BLOCKS_AT_ONCE // self._steps)
         self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
 
@@ -58,26 +62,35 @@ class Hasher:
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
 
+    def blocks(self, tokens: int) -> int:
+        """Count the blocks in so many first tokens of a prompt whose hashes these tokens decide; at most MAX_BLOCKS."""
+        return min(max(0, tokens - self._ahead) // self.scheme.block_tokens, MAX_BLOCKS)
+
     def packed(self, digests: Sequence[bytes]) -> bytes:
         """Return the same as ``wire.pack_hashes`` for these digests, four times as fast."""
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """Return the chain without a block of the prompt's last token, because engines always compute that token."""
+        """Return the chain without a block of the prompt's last token, because engines always compute that token.
+
+        An engine that computes the last block that it has once more lacks one block of those that it holds: the chain
+        begins with the prompt's second block, so that as many of its blocks match.
+        """
         size = self.scheme.block_tokens
-        return Chain(self.scheme.scheme_id, size, packed[: max(0, (tokens - 1) // size) * HASH_BYTES])
+        return Chain(self.scheme.scheme_id, size, packed[self._first : max(0, (tokens - 1) // size) * HASH_BYTES])
 
     def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
         """Compute the full digests of a chain from block number ``blocks`` on, up to MAX_BLOCKS blocks in all.
 
-        previous: the digest of the block before. ids: the tokens from that block on. The salt is part of a prompt's
-        first block only; lora (name and path of the adapter) is part of every block.
+        previous: the digest of the block before. ids: the tokens from that block on; those behind the last block are
+        left out, or hashed with it. The salt is part of a prompt's first block only; lora (name and path of the
+        adapter) is part of every block.
         """
-        size, at_once = self.scheme.block_tokens, self._blocks_at_once
-        count = min(len(ids) // size, MAX_BLOCKS - blocks)
+        size, at_once, ahead = self.scheme.block_tokens, self._blocks_at_once, self._ahead
+        count = min(self.blocks(len(ids)), MAX_BLOCKS - blocks)
         found: list[bytes] = []
         for start in range(0, count, at_once):
-            part = ids[start * size : min(start + at_once, count) * size]
+            part = ids[start * size : min(start + at_once, count) * size + ahead]
             parent, its_salt = (previous, None) if blocks + start else (None, salt)
             try:
                 found += self._cbor_digests(previous, part, its_salt, lora)
@@ -87,18 +100,23 @@ class Hasher:
         return found
 
     def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
-        # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change.
+        # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change. With
+        # look-ahead, an array of the extra keys and the next ids is in place of the extra keys.
         if not self._table:
             raise IndexError
-        join, new, head, size = b"".join, self._new, self._head, self.scheme.hash_block_tokens
+        join, new, head, size, ahead = b"".join, self._new, self._head, self.scheme.hash_block_tokens, self._ahead
         later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
         # All ids are looked up in one call. With the 0 at the end, which zip leaves over, the result is always a tuple.
         forms = itemgetter(*ids, 0)(self._table)
-        groups = zip(repeat(self._array_head, len(ids) // size), *[iter(forms)] * size, repeat(later), strict=False)
+        count, begin = (len(ids) - ahead) // size, cbor_array_head(1 + ahead) if ahead else b""
+        next_ids = [forms[size + number :: size] for number in range(ahead)]
+        groups = zip(
+            repeat(self._array_head, count), *[iter(forms)] * size, repeat(begin + later), *next_ids, strict=False
+        )
         blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
-            blocks[0] = blocks[0][: len(blocks[0]) - len(later)] + first
+            blocks[0] = join((self._array_head, *forms[:size], begin, first, *forms[size : size + ahead]))
         if len(previous) != self._digest_bytes:  # NONE_HASH may be longer than a digest
             head = b"\x83" + cbor.encode(previous)[: -len(previous)]
         digest = new(head + previous + blocks[0]).digest()

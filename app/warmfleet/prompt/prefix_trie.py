@@ -173,7 +173,7 @@ class Node(Ids):
         pieces = self.pieces[:count]
         ids = self.ids[: pieces[-1].tokens - parent.tokens]
         hashes = [
-            packed[: HASH_BYTES * (_blocks(pieces[-1].tokens, hasher) - _blocks(parent.tokens, hasher))]
+            packed[: HASH_BYTES * (hasher.blocks(pieces[-1].tokens) - hasher.blocks(parent.tokens))]
             for packed, hasher in zip(self.hashes, hashers, strict=True)
         ]
         return Node.of(parent, self.text, pieces, ids, hashes)
@@ -461,11 +461,11 @@ def _hashed(
     the new node; for each new piece the digest of the last full block).
     """
     hasher, last = reading.hashers[k], path[-1]
-    before, end = _blocks(last.tokens, hasher), last.ends[k]
+    before, end = hasher.blocks(last.tokens), last.ends[k]
     digests, packed = _packed(k, path, new, reading)
     filled, ends = 0, []
     for _, _, tokens in cuts:
-        filled = _blocks(tokens, hasher) - before
+        filled = hasher.blocks(tokens) - before
         ends.append(digests[filled - 1] if filled else end)
     return packed, packed[: HASH_BYTES * filled], ends
 
@@ -474,13 +474,13 @@ def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> 
     """Hash the ids behind the last full block of a path with hasher number ``k``; return digests and block hashes."""
     hasher, last = reading.hashers[k], path[-1]
     ids = _open_block(path, hasher) + new if last.tokens else new
-    digests = hasher.digests(last.ends[k], _blocks(last.tokens, hasher), ids, reading.salt, reading.lora)
+    digests = hasher.digests(last.ends[k], hasher.blocks(last.tokens), ids, reading.salt, reading.lora)
     return digests, hasher.packed(digests)
 
 
 def _open_block(path: Sequence[Node], hasher: Hasher) -> array[int]:
     """Return the ids of a path behind its last full block."""
-    blocks, ids = _blocks(path[-1].tokens, hasher), array("I")
+    blocks, ids = hasher.blocks(path[-1].tokens), array("I")
     need = path[-1].tokens - blocks * hasher.scheme.block_tokens if blocks < MAX_BLOCKS else 0
     for node in reversed(path):
         if need <= 0:
@@ -488,7 +488,3 @@ def _open_block(path: Sequence[Node], hasher: Hasher) -> array[int]:
         ids = node.ids[-need:] + ids
         need -= len(node.ids)
     return ids
-
-
-def _blocks(tokens: int, hasher: Hasher) -> int:
-    return min(tokens // hasher.scheme.block_tokens, MAX_BLOCKS)

@@ -33,7 +33,7 @@ class FcfsScheduler(Scheduler):
             return None
         request = self.waiting[0]
         size = self.limits.block_tokens
-        hit = self.pool.prefix(request.hashes, (request.prompt_tokens - 1) // size)
+        hit = self._cached(request, (request.prompt_tokens - 1) // size)
         whole = -(-(request.prompt_tokens + request.max_tokens) // size)
         if whole - len(hit) + self.pool.idle(hit) > self.pool.free:
             return None

@@ -36,6 +36,7 @@ class KvEvents:
         self._socket.setsockopt(zmq.LINGER, 0)
         self.port = _bind(self._socket, ports[0])
         self._block_tokens = scheduler.limits.block_tokens
+        self._lookahead = scheduler.scheme.lookahead
         self._sequence = 0
         self._events: list[dict[str, Any]] = []
         self._kept = deque[tuple[int, bytes]](maxlen=kept)
@@ -51,8 +52,9 @@ class KvEvents:
 
     def cached(self, request: Request, start: int, end: int) -> None:
         """Note one event for blocks ``start`` to ``end`` of a request, which entered the cache (perhaps as copies)."""
-        size = self._block_tokens
+        size, ahead = self._block_tokens, self._lookahead
         extra = [None] * (end - start)
+        behind = [request.slice(block * size, block * size + ahead) for block in range(start + 1, end + 1)]
         self._events.append(
             {
                 "type": "BlockStored",
@@ -65,6 +67,7 @@ class KvEvents:
                 "lora_name": None,
                 "extra_keys": [(request.salt,), *extra[1:]] if request.salt is not None and not start else extra,
                 "group_idx": 0,
+                **({"lookahead_token_ids": behind} if ahead else {}),
             }
         )
 

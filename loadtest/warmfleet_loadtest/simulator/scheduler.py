@@ -227,7 +227,7 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting[0]
             limit = 0 if request.skip_cache else (request.tokens - 1) // self.limits.block_tokens
-            hit = self.pool.prefix(request.hashes, limit)
+            hit = self._cached(request, limit)
             needed = -(-request.tokens // self.limits.block_tokens) - len(hit)
             if needed + self.pool.idle(hit) > self.pool.free:  # the whole sequence must fit
                 return
@@ -253,6 +253,11 @@ class Scheduler:
 
     # ------------------------------------------------ blocks
 
+    def _cached(self, request: Request, limit: int) -> list[int]:
+        """Return the first blocks of a request that need not be computed, at most ``limit``."""
+        found = self.pool.prefix(request.hashes, limit)
+        return found[:-1] if self.scheme.drops else found
+
     def _grow(self, request: Request, tokens: int) -> bool:
         """Take blocks for ``tokens`` more tokens, and enter full blocks into the cache. False if too few are free."""
         end = request.computed + tokens
@@ -261,7 +266,7 @@ class Scheduler:
             return False
         if needed > 0:
             request.blocks += self.pool.allocate(needed)
-        full = end // self.limits.block_tokens
+        full = min(end // self.limits.block_tokens, len(request.hashes))
         for index in range(request.entered, full):
             self.pool.insert(request.blocks[index], request.hashes[index])
         if self.on_cached is not None and full > request.entered:
@@ -291,10 +296,10 @@ class Scheduler:
 
 
 def hash_blocks(scheme: wire.Scheme, request: Request) -> None:
-    """Hash the blocks of a request that have become full."""
+    """Hash the blocks of a request that have become full, and whose look-ahead is known."""
     size = scheme.block_tokens
     start = len(request.hashes) * size
-    if request.tokens - start < size:
+    if request.tokens - start < size + scheme.lookahead:
         return
     salt = request.salt if start == 0 else None
     digests = wire.chain_hashes(scheme, request.slice(start, request.tokens), request.last_digest, salt)

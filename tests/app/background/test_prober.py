@@ -91,7 +91,7 @@ def prompts_of(length: int) -> list[list[int]]:
 
 
 async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url: str, model: str) -> None:
-    lookahead = replace(SCHEME, extra_keys="lookahead_1")  # the scheme of vLLM 0.33 with EAGLE
+    unknown = replace(SCHEME, extra_keys="looks_back_1")
     cores: list[WorkerPublisher] = []
 
     async def reporting(one: Engine, seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -102,16 +102,16 @@ async def test_a_worker_with_an_unknown_scheme_is_routed_by_load_only(valkey_url
     async with (
         engine(model, reporting) as upstream,
         replica(valkey_url, model) as router,
-        worker(valkey_url, model, upstream.url, Tracker(), lookahead) as core,
+        worker(valkey_url, model, upstream.url, Tracker(), unknown) as core,
     ):
         cores.append(core)
-        assert "scheme is not known here: unknown scheme sha256_cbor/lookahead_1" in await proof(router, "identity")
+        assert "scheme is not known here: unknown scheme sha256_cbor/looks_back_1" in await proof(router, "identity")
         await router.routable(1)
         status, headers, _ = await router.post({"model": model, "prompt": list(range(100))})
         assert (status, headers["x-warmfleet-matched-tokens"]) == (200, "0")
 
 
-@pytest.mark.parametrize("scheme", [SCHEME, replace(SCHEME, extra_keys="lookahead_1")], ids=["known", "unknown"])
+@pytest.mark.parametrize("scheme", [SCHEME, replace(SCHEME, extra_keys="looks_back_1")], ids=["known", "unknown"])
 async def test_a_service_that_answers_is_no_worker_until_the_workers_stream_says_so(
     valkey_url: str, model: str, scheme: Scheme
 ) -> None:

@@ -163,7 +163,9 @@ def test_runs_find_what_single_pieces_would(seed: int, limit_bytes: int) -> None
     """Runs are split, continued and evicted at random; ids, hashes and the known beginning stay those of the pieces."""
     rng, trie, plain = random.Random(seed), Trie(limit_bytes), PlainTrie()
     cuts = Cuts(("<|s|>", "<e>"), spaces=True, grid=6)
-    hashers = (Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 4)), PICKLE)
+    none_hash = default_none_hash("sha256_cbor")
+    forms = ("tagged", "lookahead_1_drop", "lookahead_11")  # the last looks further than its block is long
+    hashers = (*[Hasher(Scheme("sha256_cbor", none_hash, 4, form)) for form in forms], PICKLE)
     texts, splits = [""], 0
     for _ in range(500):
         base = rng.choice(texts)

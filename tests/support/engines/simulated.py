@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import string
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from warmfleet_loadtest.simulator.scheduler import Request
 
-Kind = Literal["right", "template", "tokenizer", "seed", "algorithm", "block size"]
+Kind = Literal["right", "template", "tokenizer", "seed", "algorithm", "block size", "lookahead", "drop"]
 DEMO = Served(("demo",))
 LIMITS = Limits(max_model_len=8_192)
 SCHEME = wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor"), 16)
@@ -32,6 +32,8 @@ SCHEMES: dict[Kind, wire.Scheme] = {
     "seed": wire.Scheme("sha256_cbor", wire.default_none_hash("sha256_cbor", "another seed"), 16),
     "algorithm": wire.Scheme("sha256", SCHEME.none_hash, 16),
     "block size": wire.Scheme("sha256_cbor", SCHEME.none_hash, 32),
+    "lookahead": replace(SCHEME, extra_keys="lookahead_1"),  # vLLM 0.33 with EAGLE
+    "drop": replace(SCHEME, extra_keys="tagged_drop"),  # earlier ones
 }
 TEMPLATE = """\
 {%- for message in messages -%}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor -%}
@@ -107,10 +109,12 @@ class Simulated:
         scheduler._free = free_and_evict  # type: ignore[method-assign]
 
 
-def config(costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step") -> EngineConfig:
+def config(
+    costs: StepCosts = PRESETS["fast"], blocks: int = 256, mode: str = "step", scheme: wire.Scheme = SCHEME
+) -> EngineConfig:
     """Return a configuration for prompts of up to 1,024 tokens, or more if the cache holds more."""
     length = 1_024 if blocks <= 256 else 16 * (blocks - 1)
-    return EngineConfig(SCHEME, Limits(max_model_len=length), blocks, costs, mode, 0.001)
+    return EngineConfig(scheme, Limits(max_model_len=length), blocks, costs, mode, 0.001)
 
 
 @asynccontextmanager

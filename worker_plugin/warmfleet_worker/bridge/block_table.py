@@ -35,10 +35,11 @@ LEAST_BLOCK_TOKENS = 16  # least tokens in a published block: smaller pages, suc
 SPARE_BLOCKS = 1_024  # the table keeps at most twice the pages of the engine's cache, plus this number
 
 
-def scheme_of(page_tokens: int) -> wire.Scheme:
+def scheme_of(page_tokens: int, lookahead: int = 0) -> wire.Scheme:
     """Return the scheme under which blocks of an engine with pages of this size are published."""
     block_tokens = page_tokens * -(-LEAST_BLOCK_TOKENS // page_tokens)
-    return wire.Scheme(ALGORITHM, wire.default_none_hash(ALGORITHM), block_tokens)
+    extra_keys = f"{wire.LOOKAHEAD}{lookahead}" if lookahead else "tagged"
+    return wire.Scheme(ALGORITHM, wire.default_none_hash(ALGORITHM), block_tokens, extra_keys)
 
 
 class Sink(Protocol):
@@ -70,7 +71,8 @@ class BlockTable:
     """Applies events in order, and tells ``sink`` every block hash that appears or disappears.
 
     capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: returns an adapter's
-    path by its name, None if it is not known. unproved: number of blocks left out, by reason.
+    path by its name, None if it is not known. lookahead: number of tokens behind a block that its hash covers; blocks
+    of an event with another number are left out. unproved: number of blocks left out, by reason.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class BlockTable:
         capacity: int,
         group: int = 0,
         lora_path: Callable[[str], str | None] = lambda _name: None,
+        lookahead: int = 0,
     ) -> None:
-        self.scheme = scheme_of(page_tokens)
+        self.scheme = scheme_of(page_tokens, lookahead)
+        self.lookahead = lookahead  # as the last event told
         self.unproved: Counter[str] = Counter()
         self.other_groups = False  # the engine has further KV cache groups, so blocks inside a prefix may be missing
         self._sink = sink
@@ -137,7 +141,8 @@ class BlockTable:
         if len(event.token_ids) != len(event.keys) * self._page_tokens:
             self._leave_out(event, "tokens")
             return
-        if event.lookahead:  # the next token is hashed, too: different blocks would count as copies of one
+        self.lookahead = len(event.behind[0]) if event.behind else 0
+        if any(len(behind) != self.scheme.lookahead for behind in event.behind or ((),)):
             self._leave_out(event, "lookahead")
             return
         lora = self._lora(event)
@@ -176,12 +181,13 @@ class BlockTable:
         start, size = index * self._page_tokens, self._page_tokens
         salt, provable = _salt(event, index, begins=before is None)
         tokens = (*(before.tail if before else ()), *event.token_ids[start : start + size])
-        if not provable or not all(type(token) is int and 0 <= token < 2**32 for token in tokens):
+        behind = event.behind[index] if event.behind else ()
+        if not provable or not all(type(token) is int and 0 <= token < 2**32 for token in (*tokens, *behind)):
             return None
         digest = before.digest if before else b""
         if salt is not None and len(tokens) < self.scheme.block_tokens:
             return None  # a salt is hashed with a whole block, which this page only begins
-        chain = wire.chain_hashes(self.scheme, tokens, digest or None, salt, lora)
+        chain = wire.chain_hashes(self.scheme, (*tokens, *behind), digest or None, salt, lora)
         tail = tokens[len(chain) * self.scheme.block_tokens :]
         block_hash = chain[-1][-wire.HASH_BYTES :] if chain and not tail else b""
         return Block(chain[-1] if chain else digest, tail, block_hash, parent)

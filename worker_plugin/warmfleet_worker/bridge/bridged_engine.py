@@ -75,6 +75,7 @@ class BridgedEngine:
         self._tokenizer_due = float("inf")
         self._failures = self._unresolved = 0  # failed checks in a row: no good answer; no address for the name
         self._hybrid = False  # several KV cache groups (a hybrid model), so blocks inside a prefix may be missing
+        self._lookahead = 0  # tokens behind a block that its hash covers
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
     def start(self) -> None:
@@ -200,7 +201,7 @@ class BridgedEngine:
 
     def _rank(self, facts: EngineFacts, source: EventSource, rank: int) -> Rank:
         options = self.options
-        scheme = scheme_of(facts.page_tokens)
+        scheme = scheme_of(facts.page_tokens, self._lookahead)
         if not facts.prefix_caching:
             scheme = wire.Scheme(wire.NO_CACHE, bytes(32), scheme.block_tokens)
         config = PublisherConfig(
@@ -301,6 +302,10 @@ class BridgedEngine:
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
             self._note_restart()  # its join said that no block inside a prefix is missing
+        told = max((rank.table.lookahead for rank in self.ranks), default=0)
+        if told != self._lookahead:
+            self._lookahead = told
+            self._note_restart()  # its join named another scheme
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")

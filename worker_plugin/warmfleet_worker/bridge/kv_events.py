@@ -33,7 +33,8 @@ class Stored:
     """Blocks that follow ``parent`` (None: they begin a prompt) have come into the cache.
 
     extra_keys: by block, what entered its hash besides tokens: the adapter's name, media, the salt, embeddings.
-    salt: the request's cache salt, if the event has it in a field of its own (SGLang).
+    salt: the request's cache salt, if the event has it in a field of its own (SGLang). behind: by block, the tokens
+    behind it that entered its hash, too (vLLM since 0.33 with EAGLE or MTP); for all blocks equally many.
     """
 
     keys: tuple[BlockKey, ...]
@@ -44,7 +45,7 @@ class Stored:
     lora: str | None = None
     extra_keys: tuple[Any, ...] = ()
     salt: str | None = None
-    lookahead: bool = False  # the tokens after each block entered its hash (vLLM 0.33 with EAGLE)
+    behind: tuple[tuple[Any, ...], ...] = ()
     lora_unnamed: bool = False  # an adapter is in use, and the event does not name it
 
 
@@ -101,7 +102,8 @@ def _stored(fields: dict[str, Any]) -> Stored:
         raise EventError("an adapter's name or a salt is no text")
     keys, block_tokens, token_ids = _keys(fields["block_hashes"]), int(fields["block_size"]), list(fields["token_ids"])
     extra_keys = tuple(fields.get("extra_keys") or ())
-    if block_tokens < 1 or (extra_keys and len(extra_keys) != len(keys)):
+    behind = tuple(map(tuple, fields.get("lookahead_token_ids") or ()))
+    if block_tokens < 1 or any(parts and len(parts) != len(keys) for parts in (extra_keys, behind)):
         raise EventError("the sizes of a stored event do not match")
     return Stored(
         keys=keys,
@@ -112,7 +114,7 @@ def _stored(fields: dict[str, Any]) -> Stored:
         lora=lora,
         extra_keys=extra_keys,
         salt=salt,
-        lookahead=fields.get("lookahead_token_ids") is not None,
+        behind=behind,
         lora_unnamed=lora is None and fields.get("lora_id") is not None,
     )
 

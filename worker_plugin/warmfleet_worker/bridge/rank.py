@@ -75,7 +75,14 @@ class Rank:
         engine: EngineSide,
     ) -> None:
         self.tracker = Tracker()
-        self.table = BlockTable(self.tracker, facts.page_tokens, facts.capacity_blocks, engine.group, engine.lora_path)
+        self.table = BlockTable(
+            self.tracker,
+            facts.page_tokens,
+            facts.capacity_blocks,
+            engine.group,
+            engine.lora_path,
+            config.scheme.lookahead,
+        )
         self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang

@@ -247,15 +247,21 @@ UNMATCHED = {
 DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 
 
+LOOKAHEAD, DROPS = "lookahead_", "_drop"
+_FORMS = re.compile("(?:tagged|plain|lookahead_[1-9][0-9]?)(?:_drop)?")  # of Scheme.extra_keys
+
+
 @dataclass(frozen=True)
 class Scheme:
     """The rules by which an engine hashes blocks; with them a router computes the same block hashes.
 
     algorithm: a key of DIGEST_BYTES, or of UNMATCHED. none_hash: used in place of a parent's hash in a prompt's first
     block. block_tokens: tokens in a block. extra_keys: the form of salts and LoRA names in a hash, ``tagged`` (since
-    vLLM 0.31) or ``plain`` (0.28 to 0.30). hash_block_tokens: tokens that are hashed at a time; default: a block's. An
-    engine whose KV cache groups have blocks of several sizes hashes fewer tokens at a time: the hash of a block is then
-    the hash of its last step.
+    vLLM 0.31) or ``plain`` (0.28 to 0.30); or ``lookahead_<L>``: tagged, and the L tokens behind a block are hashed
+    with it, for an engine that drafts tokens (EAGLE and MTP since 0.33). With ``_drop`` behind the form an engine that
+    drafts tokens computes the last block that it has cached of a prompt once more. hash_block_tokens: tokens that are
+    hashed at a time; default: a block's. An engine whose KV cache groups have blocks of several sizes hashes fewer
+    tokens at a time: the hash of a block is then the hash of its last step.
 
     To add a field, change ``as_dict`` and ``from_dict``; ``scheme_of`` in the plugin's ``vllm_hooks/engine_core``,
     which announces it; ``lua/parts/apply_control/worker_join.lua`` and the router's ``fleet/worker/records``, which
@@ -276,6 +282,17 @@ class Scheme:
     def steps(self) -> int:
         """The number of hashing steps in one block; the last step's hash is the block's."""
         return self.block_tokens // self.hash_block_tokens
+
+    @cached_property
+    def lookahead(self) -> int:
+        """The number of tokens behind a block that its hash covers."""
+        form = self.extra_keys.removesuffix(DROPS)
+        return int(form.removeprefix(LOOKAHEAD)) if form.startswith(LOOKAHEAD) else 0
+
+    @property
+    def drops(self) -> bool:
+        """Whether an engine computes the last block that it has cached of a prompt once more."""
+        return self.extra_keys.endswith(DROPS)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields; ``hash_block_tokens`` only if it differs from block_tokens: older routers lack it."""
@@ -304,7 +321,7 @@ class Scheme:
             raise WireError(f"malformed scheme: {error}") from error
         if scheme.algorithm in UNMATCHED:
             raise WireError(UNMATCHED[scheme.algorithm])
-        if scheme.algorithm not in DIGEST_BYTES or scheme.extra_keys not in ("tagged", "plain"):
+        if scheme.algorithm not in DIGEST_BYTES or not _FORMS.fullmatch(scheme.extra_keys):
             raise WireError(f"unknown scheme {scheme.algorithm}/{scheme.extra_keys}")
         lengths = (DIGEST_BYTES[scheme.algorithm], 32)  # vLLM 0.28 takes 32 random bytes, whatever the algorithm
         if not 1 <= scheme.block_tokens <= 4_096 or len(scheme.none_hash) not in lengths:
@@ -337,17 +354,20 @@ def chain_hashes(
 ) -> list[bytes]:
     """Return the digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
 
+    Under a scheme that looks ahead, blocks with fewer than ``lookahead`` tokens behind them have none.
     parent: the digest of the block before these tokens; None at the begin of a prompt. salt: part of a prompt's first
     block only. lora: (name, path) of the adapter, part of every block. new: makes a hash object; for the xxhash
     algorithms the caller passes XXH3-128, which the standard library lacks.
     """
     previous = parent or scheme.none_hash
-    size, steps = scheme.hash_block_tokens, scheme.steps
+    size, steps, ahead = scheme.hash_block_tokens, scheme.steps, scheme.lookahead
     payload = _cbor_payload if scheme.algorithm.endswith("_cbor") else _pickle_payload
     hashes = []
-    for start in range(0, len(token_ids) - size + 1, size):
+    for start in range(0, len(token_ids) - size - ahead + 1, size):
         extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
-        previous = new(payload(previous, tuple(token_ids[start : start + size]), extra)).digest()
+        end = start + size
+        covered = (extra, *token_ids[end : end + ahead]) if ahead else extra
+        previous = new(payload(previous, tuple(token_ids[start:end]), covered)).digest()
         hashes.append(previous)
     return hashes[steps - 1 :: steps]
 
@@ -359,7 +379,7 @@ def pack_hashes(hashes: Iterable[bytes]) -> bytes:
 
 def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
     """Return salt and adapter in the form in which a block's hash includes them; None if there is neither."""
-    tagged = scheme.extra_keys == "tagged"
+    tagged = not scheme.extra_keys.startswith("plain")
     keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
     if salt is not None:
         keys.append(("cache_salt", salt) if tagged else salt)

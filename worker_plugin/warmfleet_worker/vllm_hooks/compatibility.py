@@ -284,19 +284,20 @@ def _block_map_differs() -> str:
     return "" if as_known else "BlockHashToBlockMap keeps blocks in another way"
 
 
-def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes) -> str:
-    """Find how this vLLM puts salts and adapters into a hash: ``tagged`` or ``plain``, whichever gives its hashes.
+def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes, lookahead: int = 0) -> str:
+    """Find how this vLLM puts salts and adapters into a hash: the form (``wire.Scheme.extra_keys``) that gives its
+    hashes. lookahead: the number of tokens behind a block that it hashes with it.
 
-    ``unknown`` if neither does; then routers send requests by load and match no blocks. NONE_HASH must be set.
+    ``unknown`` if no form does; then routers send requests by load and match no blocks. NONE_HASH must be set.
     """
-    tokens, salt, lora = list(range(2 * block_tokens)), "a salt", ("an adapter", "/its/path")
+    tokens, salt, lora = list(range(2 * block_tokens + lookahead)), "a salt", ("an adapter", "/its/path")
     try:
-        own = [bytes(digest) for digest in _own_hashes(algorithm, block_tokens, tokens, salt, lora)]
+        own = [bytes(digest) for digest in _own_hashes(algorithm, block_tokens, tokens, salt, lora, lookahead)]
     except Exception as error:  # noqa: BLE001  a changed vLLM may raise anything
         own, reason = [], f"{type(error).__name__}: {error}"
     else:
         reason = "its block hashes are not those that routers compute"
-    for form in ("tagged", "plain"):
+    for form in (f"{wire.LOOKAHEAD}{lookahead}",) if lookahead else ("tagged", "plain"):
         scheme = wire.Scheme(algorithm, none_hash, block_tokens, form)
         if own == wire.chain_hashes(scheme, tokens, salt=salt, lora=lora, new=_hash_of(algorithm)):
             return form
@@ -304,7 +305,9 @@ def extra_keys_form(algorithm: str, block_tokens: int, none_hash: bytes) -> str:
     return "unknown"
 
 
-def _own_hashes(algorithm: str, block_tokens: int, tokens: list[int], salt: str, lora: tuple[str, str]) -> list[bytes]:
+def _own_hashes(
+    algorithm: str, block_tokens: int, tokens: list[int], salt: str, lora: tuple[str, str], lookahead: int
+) -> list[bytes]:
     """Return the block hashes that vLLM computes for a request with this salt and adapter."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
@@ -312,6 +315,7 @@ def _own_hashes(algorithm: str, block_tokens: int, tokens: list[int], salt: str,
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
+    more = (lookahead,) if lookahead else ()  # vLLM before 0.33 takes none
     request = Request(
         request_id="warmfleet",
         prompt_token_ids=tokens,
@@ -319,7 +323,7 @@ def _own_hashes(algorithm: str, block_tokens: int, tokens: list[int], salt: str,
         pooling_params=None,
         lora_request=LoRARequest(lora[0], 1, lora[1]),
         cache_salt=salt,
-        block_hasher=get_request_block_hasher(block_tokens, get_hash_fn_by_name(algorithm)),
+        block_hasher=get_request_block_hasher(block_tokens, get_hash_fn_by_name(algorithm), *more),
     )
     return list(request.block_hashes)
 

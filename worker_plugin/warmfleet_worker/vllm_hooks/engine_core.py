@@ -296,11 +296,10 @@ def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
         logger.info("warmfleet: this engine is chosen by load only: %s", wire.UNMATCHED[why])
         return wire.Scheme(why, bytes(32), group.block_tokens)
     algorithm, none_hash = cache.prefix_caching_hash_algo, bytes(kv_cache_utils.NONE_HASH)
-    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # vLLM 0.33 with EAGLE: no router can hash so
-    if lookahead:
-        extra_keys = f"lookahead_{lookahead}"
-    else:
-        extra_keys = extra_keys_form(algorithm, group.hash_block_tokens, none_hash)
+    lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)  # vLLM 0.33 with EAGLE or MTP
+    extra_keys = extra_keys_form(algorithm, group.hash_block_tokens, none_hash, lookahead)
+    if not lookahead and drops_last_block(vllm_config):
+        extra_keys += wire.DROPS
     return wire.Scheme(
         algorithm=algorithm,
         none_hash=none_hash,
@@ -308,6 +307,17 @@ def scheme_of(vllm_config: Any, group: Group) -> wire.Scheme:
         extra_keys=extra_keys,
         hash_block_tokens=group.hash_block_tokens,
     )
+
+
+def drops_last_block(vllm_config: Any) -> bool:
+    """Return whether this engine, without look-ahead hashes, computes the last block that it has once more.
+
+    A draft model of EAGLE or MTP needs the hidden states of a token to draft the next one.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return False
+    return bool(getattr(speculative, "use_eagle_block_drop", speculative.use_eagle)())  # the former since 0.30
 
 
 def model_tag(vllm_config: Any) -> str:
