@@ -32,7 +32,7 @@ FACTS: dict[str, Any] = {
     "add_special_tokens": {"completions": True, "chat": False}, "special_prefix_ids": [1],
     "default_chat_template_kwargs": {"x": 1}, "same_template_with_tools": True,
     "exclude_tools_when_tool_choice_none": False, "tool_parser": None, "prompt_tokens_details": True,
-    "kv_connector": False, "multimodal": True, "placeholders": {"image": "<i>"},
+    "multimodal": True, "placeholders": {"image": "<i>"},
     "renders": {"jinja": True, "render": True, "tokenize": True}, "token_handoff": ["completions", "chat"],
     "loras": {"adapter": "/path"},
 }  # fmt: skip

@@ -92,7 +92,7 @@ async def test_both_halves_join_under_one_name(reported: Reported, vllm_fleet: F
     assert view.load.flags & Flag.CLOSED
     assert view.record["scheme"]["block_tokens"] == BLOCK_TOKENS
     facts = view.server["facts"]
-    assert (facts["max_model_len"], facts["content_format"], facts["kv_connector"]) == (4_096, "string", False)
+    assert (facts["max_model_len"], facts["content_format"]) == (4_096, "string")
 
 
 async def test_the_artifacts_give_the_engines_own_tokens(reported: Reported, vllm_fleet: Fleet) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,13 +17,12 @@ from tests.vllm.conftest import TAG
 from tests.vllm.engine import ROOT, SERVED_NAME, EngineOptions, VllmEngine, running
 from tests.vllm.replicas import BY_MATCH, replicas
 
-from warmfleet.fleet import Flag, Fleet, WorkerState
+from warmfleet.fleet import Fleet, WorkerState
 from warmfleet.fleet.client import connect
 from warmfleet.protocol.wire import Scheme, chain_hashes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
     from warmfleet.fleet import WorkerView
 
@@ -34,7 +32,7 @@ pytestmark = [
         minutes=5,
         shows=(
             "real engines of other shapes: two data-parallel ranks behind two processes of one API server, sliding "
-            "windows with hashes finer than blocks, prefix caching off, a KV connector, paused, asleep and resumed"
+            "windows with hashes finer than blocks, prefix caching off, paused, asleep and resumed"
         ),
     ),
     pytest.mark.timeout(1_500),
@@ -259,28 +257,3 @@ async def test_the_index_of_an_engine_whose_cache_is_reset_is_empty_at_once(mixe
             await poll(empty, 2, "an empty index")
             await post(engine, "/resume")
         await state(fleet, "windows.0", WorkerState.PROVEN, 5)
-
-
-# ---------------------------------------------------------------- a KV connector
-
-
-async def test_with_a_kv_connector_texts_are_left_to_the_engine(tmp_path: Path) -> None:
-    """An engine with a KV connector gets no token ids, as its blocks may have holes; predicted tokens are cached."""
-    kept = {"shared_storage_path": str(tmp_path)}
-    told = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": kept}
-    with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, arguments=("--kv-transfer-config", json.dumps(told)))
-        with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
-            async with fleet_of(Stack({engine.worker_id: engine}, [url], redis_url)) as fleet:
-                view = (await quiet(fleet))[engine.worker_id]
-                assert not view.load.flags & Flag.CLOSED
-                assert view.server is not None
-                assert view.server["facts"]["kv_connector"] is True
-                before = engine.tokenised()
-                for seed in range(3):
-                    assert (await ask(url, prompt(seed)))[1:3] == (0, 0)
-                    await quiet(fleet)
-                    again = await ask(url, prompt(seed) + prompt(100 + seed, 20))
-                    assert again.predicted == again.cached > 0
-                    await quiet(fleet)
-                assert engine.tokenised() - before == 6

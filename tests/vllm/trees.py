@@ -45,13 +45,18 @@ def tree(version: str) -> Path:
     return folder
 
 
-def packages() -> Path:
-    """A folder with packages that ``.venv-vllm`` lacks: orjson for vLLM 0.33, xxhash for two hash algorithms."""
-    folder = CACHE / "vllm-packages"
+def installed(name: str, *wanted: str) -> Path:
+    """A folder of this name with packages that ``.venv-vllm`` lacks, without those that they need."""
+    folder = CACHE / name
     if not (folder / "complete").exists():
-        _pip("install", "--target", str(folder), "orjson", "xxhash")
+        _pip("install", "--no-deps", "--target", str(folder), *wanted)
         (folder / "complete").touch()
     return folder
+
+
+def packages() -> Path:
+    """The folder with orjson for vLLM 0.33, and xxhash for two hash algorithms."""
+    return installed("vllm-packages", "orjson", "xxhash")
 
 
 def python_path(tree_folder: Path) -> str:

@@ -217,7 +217,7 @@ def test_without_a_target_there_is_no_t_lru(target: str | None, caplog: pytest.L
     assert len(caplog.records) == bool(target), "one line says what is wrong"
 
 
-@pytest.mark.parametrize("why", ["a KV connector", "more than one KV cache group", "prefix caching is off"])
+@pytest.mark.parametrize("why", ["more than one KV cache group", "prefix caching is off"])
 @pytest.mark.parametrize("target", [None, "1"])
 def test_where_it_cannot_work_one_line_says_so(why: str, target: str | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.warmfleet")
@@ -226,7 +226,7 @@ def test_where_it_cannot_work_one_line_says_so(why: str, target: str | None, cap
         manager.enable_caching = False
     elif "group" in why:
         manager.kv_cache_config.kv_cache_groups.append(object())
-    scheduler = SimpleNamespace(kv_cache_manager=manager, connector=object() if "connector" in why else None)
+    scheduler = SimpleNamespace(kv_cache_manager=manager, connector=object())
     assert eviction.install(scheduler, target, lambda: 1) is None
     assert "free" not in vars(manager)
     (record,) = caplog.records

@@ -25,6 +25,6 @@ def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability |
     """
     facts: dict[str, Any] = (worker.server or {}).get("facts") or {}
     endpoints, limit = facts.get("token_handoff"), facts.get("max_model_len")
-    if not worker.state.matched or facts.get("kv_connector") is not False:
-        return None  # a KV connector reads the same request field as an order for cache transfers
-    return TokenCapability(identity_key, frozenset(endpoints), limit) if endpoints and limit else None
+    if not worker.state.matched or not endpoints or not limit:
+        return None
+    return TokenCapability(identity_key, frozenset(endpoints), limit)

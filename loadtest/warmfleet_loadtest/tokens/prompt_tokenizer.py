@@ -137,7 +137,6 @@ class PromptTokenizer:
             "default_chat_template_kwargs": {},
             "same_template_with_tools": True,
             "exclude_tools_when_tool_choice_none": False,
-            "kv_connector": False,
             "multimodal": False,
             "placeholders": {},
             "renders": {"jinja": True, "render": True, "tokenize": True},

@@ -1079,7 +1079,7 @@ async def test_a_dead_store_of_up_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "why"), [({"kv_connector": True}, "it has a KV connector"), ({"x": 1}, "behind a bridge")]
+    ("facts", "why"), [({"token_handoff": []}, "its vLLM takes none"), ({"x": 1}, "as for a bridge")]
 )
 def test_why_an_engine_tokenises_again(facts: dict[str, Any], why: str) -> None:
     engine: Any = None  # the checks ask no engine

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.request import Endpoint, Request
 
-FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "kv_connector": False, "max_model_len": 4_096}
+FACTS: dict[str, Any] = {"token_handoff": ["completions", "chat"], "max_model_len": 4_096}
 
 # ---------------------------------------------------------------- requests and workers that get ids
 
@@ -87,8 +87,6 @@ TEXT = {"prompt": "abc"}
         ("worker", {"proof_": "identity"}, TEXT, {}),
         ("worker", {"proof_": "approximate"}, TEXT, {}),
         ("worker", {"routable": False}, TEXT, {}),
-        ("worker", {"kv_connector": True}, TEXT, {}),
-        ("worker", {"kv_connector": None}, TEXT, {}),
         ("worker", {"token_handoff": ["chat"]}, TEXT, {}),
         ("worker", {"token_handoff": []}, TEXT, {}),
         ("worker", {"token_handoff": None}, TEXT, {}),

@@ -193,7 +193,6 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
         "default_chat_template_kwargs": dict(renderer.default_chat_template_kwargs),
         "same_template_with_tools": plain == chat_template(tokenizer, state, model_config, tools=[]),
         "exclude_tools_when_tool_choice_none": bool(args.exclude_tools_when_tool_choice_none),
-        "kv_connector": vllm_config.kv_transfer_config is not None,
         "multimodal": bool(model_config.is_multimodal_model),
         "placeholders": placeholders(model_config),
         "renders": renders(state),

@@ -70,14 +70,13 @@ def _tail_of(target: str, speed_tps: Callable[[], int], block_tokens: int, block
 def obstacle(scheduler: Any) -> str:
     """Say why blocks cannot be given up first here; empty if they can.
 
-    A KV connector also frees blocks elsewhere (later, and after a transfer). With several KV cache groups a prefix
-    counts as cached only where all groups have it, so the end of a prompt may be the part worth keeping.
+    With several KV cache groups a prefix counts as cached only where all groups have it, so the end of a prompt may be
+    the part worth keeping. A KV connector is no obstacle: blocks that it holds for a transfer are freed, and may be
+    given up, when the transfer is over.
     """
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching:
         return "prefix caching is off"
-    if scheduler.connector is not None:
-        return "the engine has a KV connector"
     if len(manager.kv_cache_config.kv_cache_groups) != 1:
         return "the model has more than one KV cache group"
     return ""

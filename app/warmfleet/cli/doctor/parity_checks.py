@@ -298,16 +298,10 @@ def handoff(subject: Subject, *, wanted: bool) -> list[Finding]:
         return [note("token hand-off", text, "set it to 1")]
     if able is not None:
         return [ok("token hand-off", f"routers may send token ids for {' and '.join(sorted(able.endpoints))}")]
-    connector = subject.facts.get("kv_connector")
-    why = (
-        "it has a KV connector"
-        if connector
-        else "it does not tell whether it has a KV connector, as behind a bridge"
-        if connector is None
-        else f"it is {worker.state}"
-        if not worker.state.matched
-        else "its vLLM takes none"
+    told = (
+        "its vLLM takes none" if "token_handoff" in subject.facts else "nobody told that it takes ids, as for a bridge"
     )
+    why = told if worker.state.matched else f"it is {worker.state}"
     text = f"the engine tokenises every prompt again: {why}"
     return [note("token hand-off", text, "see app/docs/identity.md, Token hand-off")]
 

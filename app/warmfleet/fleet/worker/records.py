@@ -108,7 +108,6 @@ FACTS: dict[str, Check] = {
     "exclude_tools_when_tool_choice_none": _flag,
     "merges_inline_system": _flag,
     "disabled_thinking_effort": _text,
-    "kv_connector": _flag,
     "multimodal": _flag,
     "placeholders": _object_of(_or_null(_text)),
     "renders": _object,

@@ -1,0 +1,120 @@
+"""Real engines with a KV connector: token ids are handed off, matches are right, and blocks are evicted by T-LRU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, running
+from tests.vllm.replicas import replicas
+from tests.vllm.trees import installed
+
+from warmfleet.cli.local.ports import free_port
+from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet.client import connect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.vllm.engine import VllmEngine
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=5,
+        shows=(
+            "real vLLM with a KV connector (NIXL, offloading to CPU memory, files): token ids are handed off and equal "
+            "vLLM's own on 200 chats each, what is predicted is cached, the index equals the engine's table"
+        ),
+    ),
+    pytest.mark.timeout(1_500),
+]
+
+CHATS, BLOCKS = 200, 160  # five chats fill the cache
+WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+
+
+def connector(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return ``--kv-transfer-config`` and the environment of an engine with this connector."""
+    more: dict[str, Any] = {"shared_storage_path": str(folder)}
+    environment = {"WARMFLEET_TTFT_TARGET_S": "0.2"}
+    if name == "OffloadingConnector":
+        more = {"spec_name": "HostTier", "spec_module_path": "host_tier", "cpu_bytes_to_use": 2**25}
+    if name == "NixlConnector":
+        more = {"num_threads": 0}
+        path = [str(TRUTH), str(ROOT / "worker_plugin"), str(installed("vllm-nixl", *NIXL))]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(path),
+            "UCX_TLS": "tcp,self,sm",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": more}
+    return config | ({"kv_buffer_device": "cpu"} if name == "NixlConnector" else {}), environment
+
+
+def said(rng: random.Random, words: int) -> dict[str, str]:
+    return {"role": "user", "content": " ".join(rng.choices(WORDS, k=words))}
+
+
+async def own_ids(client: httpx.AsyncClient, engine: VllmEngine, messages: list[dict[str, str]]) -> list[int]:
+    answer = await client.post(f"{engine.url}/tokenize", json={"model": SERVED_NAME, "messages": messages})
+    return list(answer.json()["tokens"])
+
+
+@pytest.mark.parametrize("name", ["NixlConnector", "OffloadingConnector", "ExampleConnector"])
+async def test_an_engine_with_a_kv_connector_is_served_like_others(name: str, tmp_path: Path) -> None:
+    config, environment = connector(name, tmp_path)
+    rng, talks, handed, loaded, hits = random.Random(1), [[said(random.Random(2), 300)]], 0, 0, 0
+    with server(valkey_binary()) as redis_url:
+        arguments = ("--kv-transfer-config", json.dumps(config))
+        options = EngineOptions(redis_url=redis_url, blocks=BLOCKS, arguments=arguments, environment=environment)
+        with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
+            fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
+            [view] = await fleet.workers.read()
+            assert not view.load.flags & Flag.CLOSED
+
+            async def indexed() -> bool:
+                """Whether nothing is booked, and the index is the engine's own table."""
+                [view] = await fleet.workers.read()
+                held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
+                try:
+                    table = await asyncio.to_thread(engine.table)
+                except TimeoutError:  # NIXL polls without a pause, which takes a core
+                    return False
+                return not view.load.in_flight and held == {key[-12:-4] for key in table}
+
+            async with httpx.AsyncClient(timeout=120) as client:
+                for number in range(CHATS):
+                    messages = rng.choice(talks[-3:]) if number % 4 else [said(rng, 200)]
+                    messages = [*messages, said(rng, 40)]
+                    await poll(indexed, 120, "index == the engine's table")
+                    texts = engine.tokenised()
+                    body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 4, "return_token_ids": True}
+                    answer = await client.post(f"{url}/v1/chat/completions", json=body | {"temperature": 0})
+                    assert answer.status_code == 200, answer.text
+                    handed += engine.tokenised() == texts
+                    told = answer.json()
+                    assert told["prompt_token_ids"] == await own_ids(client, engine, messages)
+                    cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+                    matched = int(answer.headers["x-warmfleet-matched-tokens"])
+                    hits, loaded = hits + (matched > 0), loaded + (cached > matched)
+                    assert cached >= matched
+                    text = told["choices"][0]["message"]["content"]
+                    talks.append([*messages, {"role": "assistant", "content": text}])
+                await poll(indexed, 120, "index == the engine's table")
+            await fleet.close()
+            log = engine.log.read_text(errors="replace")
+    assert "blocks are evicted for a time to first token of 0.2 s" in log
+    assert handed >= CHATS * 10 // 12
+    assert hits > CHATS // 4
+    if name == "NixlConnector":
+        assert loaded == 0, "this engine reads nothing from others"
