@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
-        minutes=4,
+        minutes=8,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills; a table of what differs (`make vllm-matrix`)"
+            "prefills, engines that draft tokens; a table of what differs (`make vllm-matrix`)"
         ),
     ),
     pytest.mark.timeout(900),
