@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 #: The way in which a body makes a prompt. ``unknown``: the engine computes a prompt that the router does not read.
 #: ``none``: the engine computes no prompt at all.
-Form = Literal["completions", "chat", "messages", "responses", "unknown", "none"]
+Form = Literal["completions", "chat", "messages", "responses", "generate", "unknown", "none"]
 #: The content of a good answer in JSON: one object; one value of any type; or anything, such as a stream of values.
 #: An answer of other content counts as the engine's fault.
 Answer = Literal["object", "value", "any"]
@@ -48,7 +48,7 @@ _KNOWN = (
     EnginePath("/v1/responses", "responses", "responses", generates=True, answer="object"),
     EnginePath("/v1/messages", "messages", "messages", generates=True, answer="object"),
     EnginePath("/v1/messages/count_tokens", "count_tokens", "none", takes_salt=False),
-    EnginePath("/inference/v1/generate", "generate", generates=True, answer="object"),
+    EnginePath("/inference/v1/generate", "generate", "generate", generates=True, answer="object"),
     EnginePath("/invocations", "invocations", generates=True, answer="any"),
     EnginePath("/v1/audio/transcriptions", "audio", generates=True, takes_salt=False, takes_all_types=True),
     EnginePath("/v1/audio/translations", "audio", generates=True, takes_salt=False, takes_all_types=True),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOOLS, NAMED, ENDS = int(Hint.TOOLS), int(Hint.NAMED), int(Hint.ENDS)
 #: Forms of bodies that ask for one answer to one prompt.
-FORMS = ("completions", "chat", "messages", "responses")
+FORMS = ("completions", "chat", "messages", "responses", "generate")
 NAME_BYTES = 12  # with a letter before them as long as every id in the ledger (lua/parts/decide/session.lua)
 _FLAGS = tuple(bytes((flags,)) for flags in range(TOOLS + NAMED + ENDS + 1))
 

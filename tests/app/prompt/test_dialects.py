@@ -1,4 +1,6 @@
-"""Bodies of /v1/messages and /v1/responses become the chats that vLLM makes of them, or go by load with a reason."""
+"""Bodies of /v1/messages, /v1/responses and /inference/v1/generate become the chats and completions that vLLM makes of
+them, or go by load with a reason.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
 
-MESSAGES, RESPONSES = KNOWN["/v1/messages"], KNOWN["/v1/responses"]
+MESSAGES, RESPONSES, GENERATE = KNOWN["/v1/messages"], KNOWN["/v1/responses"], KNOWN["/inference/v1/generate"]
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {}, "strict": True}
 TEMPLATE = (
@@ -39,6 +41,41 @@ def messages(**body: Any) -> Request:
 
 def responses(**body: Any) -> Request:
     return parse(RESPONSES, json.dumps({"model": "m", "input": "hi"} | body).encode())
+
+
+def generate(**body: Any) -> Request:
+    return parse(GENERATE, json.dumps({"model": "m", "token_ids": [5, 6, 7], "sampling_params": {}} | body).encode())
+
+
+def test_a_prompt_of_token_ids_is_a_completions() -> None:
+    sampling = {"max_tokens": 9, "n": 2, "prompt_logprobs": None, "skip_reading_prefix_cache": False}
+    request = generate(sampling_params=sampling, cache_salt="s", stream=True, priority=3, request_id="r", features=None)
+    assert (request.endpoint, request.prompts, request.unforeseen) == ("completions", [[5, 6, 7]], "")
+    assert (request.max_tokens, request.samples, request.salt, request.stream) == (9, 2, "s", True)
+    assert (request.priority, request.request_id, request.model) == (3, "r", "m")
+    assert generate().max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"features": {"mm_hashes": {"image": ["a"]}}}, "parts"),
+        ({"content_parts": [{"type": "image_url"}]}, "parts"),
+        ({"sampling_params": {"prompt_logprobs": 0}}, "prompt_logprobs"),
+        ({"sampling_params": {"skip_reading_prefix_cache": True}}, "prompt_logprobs"),
+        ({"sampling_params": 5}, "content"),
+        ({"sampling_params": {"max_tokens": "many"}}, "content"),
+        ({"token_ids": "a text"}, "content"),
+        ({"token_ids": [5, "a"]}, "content"),
+        ({"token_ids": [[5], [6]]}, "content"),
+        ({"token_ids": []}, "content"),
+        ({"token_ids": None}, "content"),
+    ],
+)
+def test_ids_whose_use_is_not_known_go_by_load(body: dict[str, Any], reason: str) -> None:
+    request = generate(**body)
+    assert request.unforeseen == reason
+    assert estimated_tokens(request) >= 1
 
 
 def test_a_message_with_tools_becomes_a_chat() -> None:
@@ -150,12 +187,27 @@ def test_responses_that_cannot_be_turned_go_by_load(body: dict[str, Any], reason
 
 def test_fields_by_which_an_engine_makes_another_prompt_are_refused_here_too() -> None:
     for field in ({"kv_transfer_params": {"a": 1}}, {"chat_template_kwargs": {"chat_template": "x"}}):
-        for make in (messages, responses):
+        for make in (messages, responses, generate):
             with pytest.raises(BadRequest, match="not accepted"):
                 make(**field)
 
 
-FIELDS = ["role", "content", "type", "text", "input", "tools", "system", "messages", "name", "id", "output", "status"]
+FIELDS = [
+    "role",
+    "content",
+    "token_ids",
+    "sampling_params",
+    "type",
+    "text",
+    "input",
+    "tools",
+    "system",
+    "messages",
+    "name",
+    "id",
+    "output",
+    "status",
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["", "text", "user", "assistant", "system"]),
     lambda inner: (
@@ -170,12 +222,10 @@ JSON = st.recursive(
 )
 
 
-@given(
-    body=st.dictionaries(st.sampled_from(["messages", "system", "input", "instructions", "tools", "reasoning"]), JSON)
-)
+@given(body=st.dictionaries(st.sampled_from([*FIELDS, "instructions", "reasoning"]), JSON))
 def test_no_body_is_too_odd(body: dict[str, Any]) -> None:
-    for path in (MESSAGES, RESPONSES):
-        assert parse(path, json.dumps(body).encode()).endpoint in ("chat", "unread")
+    for path in (MESSAGES, RESPONSES, GENERATE):
+        assert parse(path, json.dumps(body).encode()).endpoint in ("chat", "completions", "unread")
 
 
 @given(seed=st.integers(0, 10**6))

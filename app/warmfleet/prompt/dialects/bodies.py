@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import BadRequest
 from warmfleet.prompt import request as requests
-from warmfleet.prompt.dialects import messages_request, responses_request, unread_request
+from warmfleet.prompt.dialects import generate_request, messages_request, responses_request, unread_request
 from warmfleet.prompt.messages import NotReproducible
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def from_dict(path: EnginePath, data: dict[str, Any], allowed: Collection[str], 
     if allowed_field:
         return unread_request.from_dict(path, data, allowed_field)
     try:
+        if path.form == "generate":
+            return requests.from_dict("completions", generate_request.as_completion(data), allowed, size_bytes)
         dialect = messages_request if path.form == "messages" else responses_request
         request = requests.from_dict("chat", dialect.as_chat(data), allowed, size_bytes)
     except NotReproducible as error:
