@@ -15,7 +15,7 @@ from warmfleet.api.openapi.document import PATH
 from warmfleet.api.openapi.schemas import body_schema
 from warmfleet.api.status_page.routes import FILES
 from warmfleet.main import create_app
-from warmfleet.prompt.engine_paths import KNOWN, OWN
+from warmfleet.prompt.engine_paths import KNOWN, OWN, EnginePaths
 from warmfleet.settings import Settings
 
 if TYPE_CHECKING:
@@ -57,9 +57,10 @@ def served(door: Door) -> set[tuple[str, str]]:
 
 async def test_the_document_has_every_path_that_is_served_and_no_other() -> None:
     found = {(path, method) for path, method, _ in operations(await document(doors(passed_paths=()).clients))}
-    engines = {(path, method) for path, known in KNOWN.items() for method in known.methods}
+    engines = {(known.path, method) for known in EnginePaths(()).all() for method in known.methods}
     assert found == served(doors().clients) | engines
-    assert {path for path, _ in found} - {"/v1/models/{model}"} == {*KNOWN, *OWN}
+    kept = {"/v1/models/{model}", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"}
+    assert {path for path, _ in found} - kept == {*KNOWN, *OWN}
 
 
 async def test_the_operators_port_has_a_document_of_its_own() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.pools.served_names import ServedNames
 from warmfleet.prompt.request import MAX_MODEL_LEN, NO_LABELS
+from warmfleet.prompt.response_ids import keeper_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,6 +73,15 @@ class View:
     def unlabelled(self, wanted: frozenset[str]) -> tuple[str, ...]:
         """Return the workers that lack one of these labels."""
         return tuple(worker for worker in self.ids if not wanted <= self.labels.get(worker, NO_LABELS))
+
+    def not_keeping(self, response_id: str) -> tuple[str, ...]:
+        """Return the workers that do not keep the answer with this id; none if no worker that takes requests does."""
+        keeper = self.keeper_of(response_id)
+        return tuple(worker for worker in self.ids if worker != keeper) if keeper else ()
+
+    def keeper_of(self, response_id: str) -> str:
+        """Return the worker that keeps the answer with this id; empty if none that takes requests does."""
+        return keeper_of(response_id, (worker.worker_id for worker in self.workers if worker.routable))
 
     def label_prices(self, preferences: Mapping[str, float]) -> dict[int, float]:
         """Return the seconds that workers without preferred labels cost more, by slot. preferences: by label."""

@@ -119,11 +119,14 @@ def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt
 def _barred(
     request: Request, view: View, prompts: tuple[Prompt, ...], count: int, prompt_tokens: int
 ) -> tuple[str, ...]:
-    """Return the workers that lack a label, do not serve the request's model name, or have too short a context.
+    """Return the workers that lack a label, do not keep the answer that the request follows, do not serve the request's
+    model name, or have too short a context.
 
     count: of its prompts, all of which have ``prompt_tokens``.
     """
     unlabelled = view.unlabelled(request.labels) if request.labels else ()
+    if request.follows:
+        unlabelled += view.not_keeping(request.follows)
     if not (view.limits or view.names.differ):
         return unlabelled
     longest = max([prompt.tokens for prompt in prompts], default=0 if count > 1 else prompt_tokens)

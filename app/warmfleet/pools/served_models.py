@@ -175,6 +175,10 @@ class Pools:
             if (worker.worker_id, worker.approximate) in silent
         }
 
+    def keeping(self, response_id: str) -> Pool | None:
+        """Return the pool of the worker that keeps the answer with this id; None if no pool has such a worker."""
+        return next((pool for pool in self.all if pool.view.keeper_of(response_id)), None)
+
     def tagged(self, tag: str) -> Pool | None:
         """Return the pool with this tag, leaving or not; None if there is none."""
         return next((pool for pool in self.all if pool.tag == tag), None)

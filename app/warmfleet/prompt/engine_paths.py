@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from warmfleet.errors import BadArgument
+from warmfleet.prompt.response_ids import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +29,8 @@ class EnginePath:
     """A path of engines. name: its label in the metrics. generates: the engine answers with tokens that it generates.
 
     takes_salt: the engine reads the body's ``cache_salt``. answer: content of an answer with status 200 in JSON.
-    takes_all_types: the request's body may be a form, or anything else.
+    takes_all_types: the request's body may be a form, or anything else. response: the id in the path of the answer that
+    the request is about, which one engine keeps.
     """
 
     path: str
@@ -39,6 +41,7 @@ class EnginePath:
     methods: tuple[str, ...] = ("POST",)
     answer: Answer = "value"
     takes_all_types: bool = False
+    response: str = ""
 
 
 _KNOWN = (
@@ -107,8 +110,10 @@ NEVER = frozenset(
         "/v1/realtime",
     }
 )
-#: Paths that begin like this go to no engine, either, whatever the operator's patterns allow.
-NEVER_BELOW = ("/v1/models/", "/v1/responses/", "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
+#: Paths that begin like this go to no engine, either, whatever the operator's patterns allow. Of those below RESPONSES
+#: only answers go that have a router's id.
+RESPONSES = "/v1/responses/"
+NEVER_BELOW = ("/v1/models/", RESPONSES, "/adapters/", "/fault_tolerance/", "/static/", "/docs/")
 #: Segments of letters, digits and ``_~:@-``, with dots inside: nothing that two servers could read in two ways.
 SEGMENT = r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*"
 _PLAIN = re.compile(rf"(?:/{SEGMENT})+")
@@ -138,6 +143,9 @@ class EnginePaths:
         known = KNOWN.get(path)
         if known is not None:
             return known
+        if path.startswith(RESPONSES):
+            name, _, action = path.removeprefix(RESPONSES).partition("/")
+            return _response(name, action) if action in ("", "cancel") and is_ours(name) else None
         if path not in self._single and not path.startswith(self._above):
             return None
         if path in NEVER or path in OWN or path.startswith(NEVER_BELOW) or not _PLAIN.fullmatch(path):
@@ -146,7 +154,14 @@ class EnginePaths:
 
     def all(self) -> list[EnginePath]:
         """Return all paths. The paths below a pattern stand here as one path that ends in ``{path}``."""
-        return [*_KNOWN, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
+        kept = (_response("{response_id}", ""), _response("{response_id}", "cancel"))
+        return [*_KNOWN, *kept, *map(_other, (*sorted(self._single), *(f"{above}{{path}}" for above in self._above)))]
+
+
+def _response(name: str, action: str) -> EnginePath:
+    """Return a path about an answer that an engine keeps. action: empty or ``cancel``."""
+    path, method = (f"{RESPONSES}{name}/{action}", "POST") if action else (RESPONSES + name, "GET")
+    return EnginePath(path, "response", "none", takes_salt=False, methods=(method,), answer="object", response=name)
 
 
 def _other(path: str) -> EnginePath:

@@ -94,8 +94,9 @@ class Request:
     size_bytes: of the body. takes_salt: the router may add a ``cache_salt`` to the body. estimated: tokens that are
     booked for a prompt that is not read, else 0. thinking_off: a client of Anthropic's API has switched thinking off.
     cache_key: OpenAI's ``prompt_cache_key``, by which clients group requests with a common beginning. request_id: the
-    id in the body, which vLLM uses if no header has one. from_json: the body is a JSON object, so every engine reads
-    the same model in it. labels: from a header, each ``name=value``; the request's worker must have all of them.
+    id in the body, which vLLM uses if no header has one. follows: the id of the answer that the request goes on
+    from or is about, and that one engine keeps. from_json: the body is a JSON object, so every engine reads the same
+    model in it. labels: from a header, each ``name=value``; the request's worker must have all of them.
     """
 
     endpoint: Endpoint
@@ -120,6 +121,7 @@ class Request:
     dialect: Dialect = "chat"
     thinking_off: bool = False
     request_id: str = ""
+    follows: str = ""
     from_json: bool = True
     labels: frozenset[str] = NO_LABELS
 

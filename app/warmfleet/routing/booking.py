@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from warmfleet.fleet import Hint, Renewal, SessionEnd
 from warmfleet.pools.stalled_requests import Try
+from warmfleet.prompt.response_ids import response_id
 from warmfleet.protocol.wire import ENDED_MARK
 
 if TYPE_CHECKING:
@@ -193,6 +194,10 @@ class Booking:
         """
         owner = self.reservation if self.state is BOOKED else "unbooked"
         return f"{owner}.{ENDED_MARK if ended else ''}{request_id}"
+
+    def response_id(self, worker_id: str, *, ended: bool) -> str:
+        """Return the id for an answer of /v1/responses, which the worker keeps. ended: as in ``id_at_engine``."""
+        return response_id(self.reservation, worker_id, booked=self.state is BOOKED, ended=ended)
 
     @property
     def reservation_word(self) -> str:

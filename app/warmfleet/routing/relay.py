@@ -19,6 +19,7 @@ from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError
 from warmfleet.fleet import Shortfall
 from warmfleet.metrics import PLAIN, STREAM
 from warmfleet.pools.cache_reports import CacheReports
+from warmfleet.prompt.json_splice import with_key
 from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from warmfleet.metrics import Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
+    from warmfleet.routing.booking import Booking
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.settings import Settings
@@ -116,6 +118,8 @@ class Relay:
         call, booking, record = job.call, attempt.chosen, attempt.record
         view, request_id = booking.pool.view, booking.id_at_engine(call.record.request_id, ended=call.hints.ended)
         record.sent(request_id, with_ids=body is not job.body)
+        if call.path.form == "responses":
+            body = _with_response_id(job, booking, decision, body)
         headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), record.headers)
         rank = view.ranks.get(decision.worker_id)
         if rank is not None:
@@ -425,3 +429,14 @@ async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:
             response.waited_for_client(time.perf_counter() - since)
         piece = await response.read_any()
     await client.body(piece, more=False)
+
+
+def _with_response_id(job: Job, booking: Booking, decision: Decision, body: bytes) -> bytes:
+    """Put an id for the answer into a body of /v1/responses, unless the client has named one.
+
+    On this path vLLM ignores the header X-Request-Id.
+    """
+    if job.request.request_id or not job.request.from_json:
+        return body
+    name = booking.response_id(decision.worker_id, ended=job.call.hints.ended)
+    return with_key(body, "request_id", b'"', name.encode(), b'"')

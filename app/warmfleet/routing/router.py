@@ -130,7 +130,8 @@ class Router:
             log_request_id(call.record.request_id, call.record.trace_id)
         priority = requests.priority(request) if self._reads_priority else 0
         body = self.tenancy.isolate(request, call.body, call.tenant)
-        pool = await self.pools.find(request.model, call.models)
+        keeper = self.pools.keeping(request.follows) if request.follows else None
+        pool = await self.pools.find(request.model or (keeper.name if keeper is not None else ""), call.models)
         served = self.pools.served[pool.name]
         if call.models is not None:
             self._check_model(call.models, request, served)
@@ -140,6 +141,8 @@ class Router:
         pools, limits = served.pools, call.limits  # an only pool checks the limits, else ``client_limits``
         if served.several:
             pools, limits = served.order_for(prompt, request.model), None
+            if keeper in pools:
+                pools = (keeper,)
         session = b""
         if self._has_ledger:
             session = session_of(call.path.form, call.flow, call.hints, request, prompt)

@@ -141,7 +141,7 @@ async def test_a_picture_has_another_name_for_each_tenant(valkey_url: str, model
                 assert status == 200, (path, text, answer)
                 named = (path, text) in NAMING
                 expected = text.replace("pic", tenancy.media_id(tenant.encode(), "pic")) if named else text
-                assert salted.sub(b"}", upstream.seen[-1].body).decode() == expected, (path, tenant)
+                assert salted.sub(b"}", upstream.seen[-1].sent).decode() == expected, (path, tenant)
 
 
 async def test_a_picture_keeps_its_name_in_no_form_of_json(valkey_url: str, model: str) -> None:
@@ -162,7 +162,7 @@ async def test_without_a_key_a_picture_keeps_its_name(valkey_url: str, model: st
     async with engine(model) as upstream, replica(valkey_url, model, upstream.url) as router:
         for path, text in NAMING:
             assert (await router.post(text.encode(), path, authorization="Bearer one"))[0] == 200
-            assert upstream.seen[-1].body == text.encode()
+            assert upstream.seen[-1].sent == text.encode()
 
 
 def test_names_of_pictures_are_apart_from_each_other_and_from_salts() -> None:

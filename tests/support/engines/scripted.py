@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,14 @@ class Seen:
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+    @property
+    def sent(self) -> bytes:
+        """The body as it was before the router named the answer (of /v1/responses)."""
+        return _NAMED.sub(b"}", self.body)
+
+
+_NAMED = re.compile(rb',"request_id":"resp_[^"]+"}$')
 
 
 @dataclass

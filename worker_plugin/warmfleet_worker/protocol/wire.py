@@ -41,9 +41,9 @@ CLIENT_TAG_LENGTH = 11  # characters of the client's tag, which follows a reserv
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
-# The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... A request for
-# several answers has several children; vLLM numbers them from 0.
-_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+-)?(wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?)\.")
+# The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... The kind may be two
+# words (generate-tokens-), or resp_. A request for several answers has several children; vLLM numbers them from 0.
+_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+[-_]){0,2}(wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?)\.")
 
 
 class WireError(ValueError):

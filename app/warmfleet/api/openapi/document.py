@@ -6,6 +6,7 @@ all other fields, and the answers, depend on the engine.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import orjson
@@ -100,10 +101,12 @@ def _engine_path(path: EnginePath, answers: Iterable[str], settings: Settings) -
     content: Json = {"application/json": {"schema": body_schema(path, settings)}}
     if path.takes_all_types:
         content = {"multipart/form-data": {"schema": {"properties": {"model": TEXT}}}, "*/*": {"schema": {}}}
-    below: Json = {"name": "path", "in": "path", "required": True, "schema": IN_PATH}
+    below: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": IN_PATH} for name in re.findall(r"{(\w+)}", path.path)
+    ]
     operation = {
         "summary": "Answered by an engine",
-        "parameters": [below, *HINTS] if path.path.endswith("{path}") else HINTS,
+        "parameters": [*below, *HINTS],
         "responses": {status: {"$ref": f"#/components/responses/engine-{status}"} for status in answers},
         **_security(key=bool(settings.client_keys_file)),
     }

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 #: Fields of the body that mean the same in a chat.
 SAME = (
-    *("model", "stream", "cache_salt", "chat_template_kwargs", "priority", "prompt_cache_key"),
+    *("model", "stream", "cache_salt", "chat_template_kwargs", "priority", "prompt_cache_key", "request_id"),
     "mm_processor_kwargs",
 )
 #: Field of the body → reason. With such a field the prompt is not wholly in the body.

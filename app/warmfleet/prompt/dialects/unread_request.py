@@ -55,6 +55,8 @@ def from_dict(path: EnginePath, data: dict[str, Any], reason: str = "endpoint") 
     request.tools, request.tool_choice = bool(data.get("tools")), data.get("tool_choice")
     if type(key := data.get("prompt_cache_key")) is str:
         request.cache_key = key
+    if type(follows := data.get("previous_response_id")) is str:
+        request.follows = follows
     return request
 
 
@@ -73,6 +75,7 @@ def _request(path: EnginePath, data: Mapping[str, Any], tokens: int, *, takes_sa
         takes_salt=takes_salt,
         estimated=1 if path.form == "none" else max(1, tokens),
         request_id=requests.request_id_of(data),
+        follows=path.response,
     )
 
 
