@@ -35,6 +35,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import ChainMap
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -177,8 +178,10 @@ def measured(jobs: Sequence[Job], processes: int) -> tuple[list[Row], dict[str, 
                 lines.setdefault(job.variant, told.pop("medians"))
             name = BURST if job.cell is None else job.cell.name
             found.setdefault((name, job.variant), []).append(told)
-    mean = {key: {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]}
-            for key, runs in found.items()}  # fmt: skip
+    mean = {  # of a seed in which nobody was held, the figures of holds are missing
+        key: {name: round(statistics.fmean(run.get(name, 0.0) for run in runs), 4) for name in dict(ChainMap(*runs))}
+        for key, runs in found.items()
+    }
     return [Row(*key, told) for key, told in mean.items()], lines
 
 

@@ -162,7 +162,40 @@ async def test_a_ticket_takes_no_room_for_the_answers_under_way(keyspace: Keyspa
     asks = [keyspace.ask(keyspace.chain(100), tenant=b"tenant-1") for _ in range(5)]
     for ask in asks:
         assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
-    for number in (1, 2):
-        await keyspace.change(number, prefill_tokens=5_200)
+    for number, ahead in ((1, 2_000), (2, 9_900)):
+        await keyspace.change(number, prefill_tokens=ahead)
     polled = await keyspace.fleet.queue.poll([ask.reservation for ask in asks])
     assert [*polled.standings.values()] == [Standing.TURN] * 5
+
+
+async def test_nor_where_a_ticket_does_not_name_the_engine(keyspace: Keyspace) -> None:
+    """It names eight of ten. The ninth slows answers least, the tenth counts like the eight that are full."""
+    keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=1.0), limits=QueueLimits(1.0, 200, 1.0))
+    await keyspace.ticked(grace_ms=3_600_000)
+    await keyspace.workers(10, capacity_blocks=ANSWERS * CONTEXT // 8, prefill_tokens=50_000)
+    for number in (9, 10):
+        contexts = (number - 8) * ANSWERS * CONTEXT // 2
+        await keyspace.change(number, in_flight=1, decode_tokens=contexts, prefill_tokens=20_000)
+    asks = [keyspace.ask(keyspace.chain(100), tenant=b"tenant-1") for _ in range(5)]
+    for ask in asks:
+        assert isinstance(await keyspace.fleet.queue.decide_in_turn(ask), Queued)
+    for number, ahead in ((9, 9_900), (10, 2_000)):
+        await keyspace.change(number, prefill_tokens=ahead)
+    polled = await keyspace.fleet.queue.poll([ask.reservation for ask in asks])
+    assert [*polled.standings.values()] == [Standing.TURN] * 5
+
+
+async def test_pools_compare_turns_without_the_term(keyspace: Keyspace) -> None:
+    """Their engines have other answers under way; what counts is when the prompt is computed."""
+    await keyspace.ticked(grace_ms=3_600_000)
+    await two_workers(keyspace, prefill_tokens=2_000)
+    await keyspace.change(2, prefill_tokens=2_500)
+    prices = []
+    for weights in (OFF, Weights(decode_price=0.0, context_price=0.01)):
+        keyspace.fleet.use(weights=weights, limits=QueueLimits(0.1, 200, 1.0))
+        ask = keyspace.ask(keyspace.chain(100), tenant=b"tenant-1")
+        found = await keyspace.fleet.queue.decide_in_turn(ask)
+        assert isinstance(found, Queued)
+        prices.append(found.turn_s)
+        await keyspace.fleet.queue.poll([], [ask.reservation])
+    assert prices[0] == pytest.approx(prices[1], abs=0.005)

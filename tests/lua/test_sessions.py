@@ -99,9 +99,14 @@ async def test_an_idle_fleet_forgets_its_ledger_and_lets_all_go(sessions: Sessio
 
 async def binds_until(sessions: Sessions, ms: int) -> None:
     """Change the time until which the ledger binds without a busy engine."""
+    await state_is(sessions, 2, ms)
+
+
+async def state_is(sessions: Sessions, number: int, value: float) -> None:
+    """Change a number of the whole ledger (lua/parts/shared/sessions.lua); 3: sessions in, 4: let in a second."""
     store, places = sessions.keyspace.store, sessions.keyspace.keys.places
     packed = bytearray(await cast("Any", store.hget(places, b"")))
-    struct.pack_into(">d", packed, 16, ms)
+    struct.pack_into(">d", packed, 8 * number, value)
     await cast("Any", store.hset(places, b"", bytes(packed)))
 
 
@@ -426,6 +431,38 @@ async def test_a_tenant_with_few_sessions_comes_before_one_with_many(sessions: S
     await sessions.tick()
     assert await sessions.standing(few) == [Standing.TURN]
     assert Standing.TURN not in await sessions.standing(*many)
+
+
+async def waits_told(sessions: Sessions, count: int) -> list[float]:
+    """Fill the engine; return what so many new sessions are told then."""
+    for _ in range(2):
+        await sessions.turn(LARGE)
+    told = []
+    for _ in range(count):
+        answer = await sessions.step(Agent(), LARGE)
+        assert isinstance(answer, Queued)
+        assert answer.hold is not None
+        told.append(answer.hold.predicted_s)
+    return told
+
+
+async def test_nobody_is_told_more_than_the_bound_before_the_pace_is_known(sessions: Sessions) -> None:
+    """Nor is anybody refused: a burst may come in the ledger's first second."""
+    await state_is(sessions, 4, 0.0)
+    told = await waits_told(sessions, 20)
+    assert max(told) == 600.0
+    assert told[0] < 600.0
+
+
+async def test_a_new_session_is_told_its_whole_wait(sessions: Sessions) -> None:
+    """A replica makes Retry-After of it. The bound counts for how long it is held."""
+    await state_is(sessions, 4, 0.01)
+    held = Agent()
+    assert (await waits_told(sessions, 19))[-1] == 1_900.0
+    answer = await sessions.step(held, LARGE)
+    assert isinstance(answer, Queued)
+    assert answer.hold is not None
+    assert (answer.hold.predicted_s, (await sessions.record(held)).told_ms) == (2_000.0, 601_000)
 
 
 async def test_a_new_session_waits_for_half_more_than_it_was_told_at_most(sessions: Sessions) -> None:

@@ -47,7 +47,7 @@ class Next:
     to_compute_s: seconds of prefill for the prompt's uncached part, at the worker that needs least. tenants: number
     of tenants with tickets, counted in each priority class. worker_id: the worker that the ticket gets or waits for;
     has_room: that worker could take it now. any_has_room: some worker that can serve it has room. to_compute_there_s:
-    as to_compute_s, at ``worker_id``, to 0.1 ms; 0 with a policy other than ``cost``.
+    as to_compute_s, at ``worker_id``, to 1 % of its price; 0 with a policy other than ``cost``.
     """
 
     reservation: str

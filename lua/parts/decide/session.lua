@@ -206,10 +206,16 @@ return function(s, w, request)
   local stands_at = format("%.2f", ledger.stands(record))
   call("ZADD", line, stands_at, sid)
   local ahead = call("ZRANK", line, sid) or call("ZCOUNT", line, "-inf", stands_at) -- no rank: nothing was written
+  local is_paused, wait = record.place == PLACE_PAUSED, record.told
   if not stands then
-    local most = record.place == PLACE_PAUSED and s.constants.paused_max_ms or s.constants.held_max_ms + 1000
-    record.told = min(ledger.wait_ms(state, ahead), most)
+    wait = ledger.wait_ms(state, ahead)
+    if is_paused then
+      wait = min(wait, s.constants.paused_max_ms)
+    elseif state.pace <= 0 then -- before the pace is known, nobody is refused
+      wait = min(wait, s.constants.held_max_ms)
+    end
+    record.told = min(wait, s.constants.held_max_ms + 1000) -- a replica refuses a new session that waits longer
   end
   note() -- a client that hangs up and asks again is known by its prompt
-  return { "HELD", sid, ahead, call("ZCARD", line), record.told, record.place == PLACE_PAUSED and 1 or 0 }
+  return { "HELD", sid, ahead, call("ZCARD", line), wait, is_paused and 1 or 0 }
 end
