@@ -52,7 +52,8 @@ class Hasher:
         self._head = b"\x83" + cbor.head(0x40, self._digest_bytes)
         self._array_head = cbor_array_head(scheme.hash_block_tokens)
         self._steps = scheme.steps  # hashes for each block
-        self._ahead = scheme.lookahead  # tokens behind a block that its hash covers
+        self._size, self._ahead = scheme.block_tokens, scheme.lookahead  # tokens in a block; behind it, hashed with it
+        self._ahead_head = cbor_array_head(1 + self._ahead) if self._ahead else b""
         self._first = HASH_BYTES if scheme.drops else 0  # where chains begin
         self._blocks_at_once = max(1, BLOCKS_AT_ONCE // self._steps)
         self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
@@ -64,7 +65,8 @@ class Hasher:
 
     def blocks(self, tokens: int) -> int:
         """Count the blocks in so many first tokens of a prompt whose hashes these tokens decide; at most MAX_BLOCKS."""
-        return min(max(0, tokens - self._ahead) // self.scheme.block_tokens, MAX_BLOCKS)
+        count = (tokens - self._ahead) // self._size
+        return 0 if count < 0 else min(MAX_BLOCKS, count)
 
     def packed(self, digests: Sequence[bytes]) -> bytes:
         """Return the same as ``wire.pack_hashes`` for these digests, four times as fast."""
@@ -86,8 +88,8 @@ class Hasher:
         left out, or hashed with it. The salt is part of a prompt's first block only; lora (name and path of the
         adapter) is part of every block.
         """
-        size, at_once, ahead = self.scheme.block_tokens, self._blocks_at_once, self._ahead
-        count = min(self.blocks(len(ids)), MAX_BLOCKS - blocks)
+        size, at_once, ahead = self._size, self._blocks_at_once, self._ahead
+        count = min((len(ids) - ahead) // size, MAX_BLOCKS - blocks)
         found: list[bytes] = []
         for start in range(0, count, at_once):
             part = ids[start * size : min(start + at_once, count) * size + ahead]
@@ -105,14 +107,14 @@ class Hasher:
         if not self._table:
             raise IndexError
         join, new, head, size, ahead = b"".join, self._new, self._head, self.scheme.hash_block_tokens, self._ahead
-        later = cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS
+        begin, next_ids = self._ahead_head, ()
+        later = begin + (cbor.encode(wire.extra_keys(self.scheme, None, lora)) if lora is not None else NO_KEYS)
         # All ids are looked up in one call. With the 0 at the end, which zip leaves over, the result is always a tuple.
         forms = itemgetter(*ids, 0)(self._table)
-        count, begin = (len(ids) - ahead) // size, cbor_array_head(1 + ahead) if ahead else b""
-        next_ids = [forms[size + number :: size] for number in range(ahead)]
-        groups = zip(
-            repeat(self._array_head, count), *[iter(forms)] * size, repeat(begin + later), *next_ids, strict=False
-        )
+        count = (len(ids) - ahead) // size
+        if ahead:
+            next_ids = tuple(forms[size + number :: size] for number in range(ahead))
+        groups = zip(repeat(self._array_head, count), *[iter(forms)] * size, repeat(later), *next_ids, strict=False)
         blocks = list(map(join, groups))
         if salt is not None:
             first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))

@@ -52,7 +52,6 @@ class BookingState(Enum):
 
 #: The members as names of this module, because a request reads them 16 times, and a look-up in the class takes 0.1 us.
 NEW, ASKED, QUEUED, HELD, BOOKED, RELEASED = BookingState
-WAITING = (QUEUED, ASKED, HELD)
 UNSERVED = frozenset({"failed", "unsent"})  # outcomes after which the prompt does not count for a client with limits
 
 
@@ -123,14 +122,16 @@ class Booking:
     @property
     def waits(self) -> bool:
         """Whether the request waited already before its last decision."""
-        return self._before in WAITING
+        before = self._before
+        return before is QUEUED or before is ASKED or before is HELD
 
     @property
     def keeps_place(self) -> bool:
         """Whether the request may go on waiting while Redis does not answer: it may have a ticket, or a session in the
         line, and Redis has been silent only for a moment.
         """
-        return self.state in WAITING and not self.pool.degraded.silent
+        state = self.state
+        return (state is QUEUED or state is ASKED or state is HELD) and not self.pool.degraded.silent
 
     def queued(self, answer: Queued) -> None:
         """Note that the worker that suits the request has no room, or the caches have none for its session: the request

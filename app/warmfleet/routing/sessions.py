@@ -33,7 +33,7 @@ def session_of(form: str, flow: bytes, hints: Hints, request: Request, prompt: I
     if form not in FORMS or prompt.prompt_count != 1:
         return b""
     flags = TOOLS * request.declares_tools + ENDS * hints.ended
-    name = session_key(request, hints.session)
+    name = session_key(request, hints.session) if hints.session or request.cache_key else b""
     if not name:
         return b"" if prompt.kind == "prefix" else _FLAGS[flags]  # by a part of its prompt it would not be known
     return _FLAGS[flags | NAMED] + b"n" + hashlib.blake2b(flow + name, digest_size=NAME_BYTES).digest()

@@ -154,8 +154,13 @@ async def test_the_ledger_learns_the_tokens_of_the_context_and_the_end(valkey_ur
 async def test_a_new_session_with_too_many_before_it_is_refused(valkey_url: str, model: str) -> None:
     async with bound(valkey_url, model, session_wait_max_s=1.0) as (router, _):
         first = await first_has_a_place(router)
-        explained = json.loads((await router.post(body(2) | {"endpoint": "/v1/completions"}, "/explain"))[2])
-        assert explained["held"]["refused"]
+
+        async def refused() -> dict[str, Any] | None:
+            asked = body(2) | {"endpoint": "/v1/completions"}
+            told: dict[str, Any] = json.loads((await router.post(asked, "/explain"))[2])
+            return told if told["held"] and told["held"]["refused"] else None
+
+        explained: Any = await poll(refused, 20, "the ledger knows its pace, and tells a wait by it")
         assert any("The request would be refused" in str(part) for part in explain.parts_of(explained))
         status, headers, answer = await ask(router, 2)
         error = json.loads(answer)["error"]
