@@ -351,7 +351,7 @@ async def test_no_client_gets_404_while_three_engines_change_their_names(valkey_
         statuses[status] += count
     assert statuses.keys() == {200}, (found, refused)
     assert len(found) == 3
-    assert sum(statuses.values()) > 100
+    assert sum(statuses.values()) > 30
 
 
 @pytest.mark.parametrize("stream", [False, True])
