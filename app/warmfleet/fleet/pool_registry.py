@@ -7,7 +7,6 @@ so they need a client of their own: ``connect(url, model_tag(name))``.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from warmfleet.protocol.pools import PoolEntry, read_placement, read_registry, s
 from warmfleet.protocol.wire import SINGLE_KEYS, Keys
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Awaitable, Iterable, Mapping
 
     import redis.asyncio as aioredis
@@ -39,7 +39,7 @@ __all__ = ["PoolEntry", "PoolRegistry", "clear", "master_of", "served_model"]
 OF_THE_MODEL = frozenset({"pools", "placement"})
 OF_THE_OPERATOR = frozenset({"operator_approved", "operator_policy"})
 QUEUE_KEYS = ("tickets", "leases", "flows", "lengths", "served", "clock")
-LINGERS_MS, POLL_S = 1_000, 0.05  # longer than leases linger (Spans.linger_ms); between two looks at them
+REAPED_AT_ONCE = 8
 COLLECTED_AT_ONCE = 512  # most blocks in one call, which blocks Redis for other pools for half a millisecond
 
 
@@ -120,9 +120,13 @@ async def clear(fleet: Fleet, *, shared: bool) -> bool:
     for worker_id in [*workers, *(f"{server}.0" for server in servers)]:
         await fleet.upkeep.forget(worker_id)
     had = bool(workers or servers)
-    had = await _end_leases(fleet) or had  # only now, because no decision books where no worker is left
-    while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:
+    while (await fleet.upkeep.collect(COLLECTED_AT_ONCE))[1]:  # before the first ZADD, which a full Redis refuses
         pass
+    while ids := await _first_leases(fleet):  # only now, because no decision books where no worker is left
+        had = True
+        with redis_errors():
+            await redis.zadd(keys.leases, dict.fromkeys(ids, 0))
+        await fleet.bookings.settle(new_reservation(1), "finished")  # reaps what has expired, with its blocks' keys
     names = [keys.prefix + name for name in sorted(SINGLE_KEYS - OF_THE_MODEL - OF_THE_OPERATOR)]
     with redis_errors():
         count = await redis.unlink(*names, *(f"{keys.queue2}:{name}" for name in QUEUE_KEYS))
@@ -151,22 +155,6 @@ async def _names(redis: aioredis.Redis, key: str) -> list[bytes]:
     return await cast("Awaitable[list[bytes]]", redis.hkeys(key))
 
 
-async def _end_leases(fleet: Fleet) -> bool:
-    """Give back every lease, with its blocks' keys, by calls that a full Redis takes; return whether there were any.
-
-    A request that ended a moment ago lingers, and its keys are deleted when its lease expires. Raises FleetUnavailable.
-    """
-    leases, redis = fleet.keys.leases, fleet.redis
+async def _first_leases(fleet: Fleet) -> list[bytes]:
     with redis_errors():
-        ids = cast("list[bytes]", await redis.zrange(leases, 0, -1))
-    for name in ids:
-        await fleet.bookings.settle(name.decode(), "failed")
-    while True:
-        await fleet.bookings.settle(new_reservation(1), "finished")  # reaps what has expired
-        with redis_errors():
-            seconds, micros = await redis.time()
-            now_ms = seconds * 1_000 + micros / 1_000
-            if not await redis.zcount(leases, "-inf", now_ms + LINGERS_MS):
-                return bool(ids)
-            due = await redis.zcount(leases, "-inf", now_ms)
-        await asyncio.sleep(0.0 if due else POLL_S)
+        return cast("list[bytes]", await fleet.redis.zrange(fleet.keys.leases, 0, REAPED_AT_ONCE - 1))
