@@ -169,7 +169,7 @@ async def test_a_ticket_takes_no_room_for_the_answers_under_way(keyspace: Keyspa
 
 
 async def test_nor_where_a_ticket_does_not_name_the_engine(keyspace: Keyspace) -> None:
-    """It names eight of ten. The ninth slows answers least, the tenth counts like the eight that are full."""
+    """A ticket names eight of ten engines. The ninth slows answers least; the tenth counts like the eight full ones."""
     keyspace.fleet.use(weights=Weights(decode_price=0.0, context_price=1.0), limits=QueueLimits(1.0, 200, 1.0))
     await keyspace.ticked(grace_ms=3_600_000)
     await keyspace.workers(10, capacity_blocks=ANSWERS * CONTEXT // 8, prefill_tokens=50_000)

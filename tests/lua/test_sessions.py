@@ -132,7 +132,7 @@ async def test_a_tick_of_an_older_replica_ends_no_ledger(sessions: Sessions) -> 
 
 
 async def test_after_an_older_replicas_tick_a_ledger_goes_on_as_long_as_after_any(sessions: Sessions) -> None:
-    """It begins with an engine that is busy half of its time, and goes on while one is for a third."""
+    """The ledger begins once an engine is busy for half of its time, and goes on while an engine is for a third."""
     await sessions.turn(LARGE)
     await sessions.turn(LARGE)
     await sessions.keyspace.change(1, busy_share=26_000)
