@@ -38,7 +38,7 @@ a bigger match is no reason to join a longer line if the objective is met withou
 
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
-total_fill, decodes, contexts, total_busy, total_filled; base_s and busy_share, for terms and objective_s only), from
+total_fill, delays, total_busy, total_filled; base_s and busy_share, for terms and objective_s only), from
 decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
 objective_s, constants (shared/constants), turn (decisions that round_robin has made).
 Returns two functions: choose(state), and with_room (below).
@@ -143,26 +143,34 @@ local function win_tie(s, bar, among, home, own)
 end
 
 -- Add the term of slows to the costs. Sets s.decode_s, and the term in s.terms. own: useful tokens of each match.
--- making: tokens of the prompt that some worker is computing now. lowest: the lowest cost without this term.
-local function add_decode_terms(s, own, making, lowest)
-  local constants, prompt, count, speed, cost = s.constants, s.prompt, s.count, s.speed, s.cost
+-- making: tokens of the prompt that some worker is computing now. lowest, cheapest: the lowest cost without this term,
+-- and its candidate. Returns both with the term.
+local function add_decode_terms(s, own, making, lowest, cheapest)
+  local prompt, count, cost, delays, terms = s.prompt, s.count, s.cost, s.delays, s.terms
   local decoding = (1 - s.total_busy / count) * min(1, s.total_filled / count / FILLED)
   s.decode_s = nil -- a choice that is made again may have another match
-  if decoding <= 0 or 2 * making >= prompt then return end
+  if decoding <= 0 or 2 * making >= prompt then return lowest, cheapest end
+  local decodes, speed, price = s.decodes, s.speed, s.constants.decode_price
   local bar = lowest + prompt / s.median -- highest cost that may be worth it
   local slows, least, most = {}, huge, 0
   for i = 1, count do
-    local n = s.decodes[i]
-    slows[i] = decoding / speed[i] * (constants.decode_price * n * (prompt - (own[i] or 0))
-      + constants.context_price * (s.contexts[i] + n * prompt))
-    least, most = cost[i] <= bar and min(least, slows[i]) or least, max(most, slows[i])
+    local held, delay = own[i], delays[i]
+    delay = decoding * (held and delay - price * held * decodes[i] / speed[i] or delay)
+    slows[i] = delay
+    if delay < least and cost[i] <= bar then least = delay end
+    if delay > most then most = delay end
   end
+  lowest = huge
   for i = 1, count do
-    slows[i] = (cost[i] <= bar and slows[i] or most) - least
-    cost[i] = cost[i] + slows[i]
-    if s.terms then s.terms[i][DECODE_TERM] = slows[i] end
+    local seconds = cost[i]
+    local delay = (seconds <= bar and slows[i] or most) - least
+    seconds = seconds + delay
+    slows[i], cost[i] = delay, seconds
+    if seconds < lowest then lowest, cheapest = seconds, i end
+    if terms then terms[i][DECODE_TERM] = delay end
   end
   s.decode_s = slows
+  return lowest, cheapest
 end
 
 -- own: useful tokens of each match. home: the session's home (first candidate of `order`) or nil.
@@ -185,7 +193,7 @@ local function lowest_cost(s, own, home)
     end
   end
   local leaves = stay * (most - second)
-  local lowest, tie, cheapest = huge, 0, nil -- lowest cost, what counts as equal to it (s), its candidate
+  local lowest, cheapest = huge, nil -- lowest cost, its candidate
   local making_again = making > 0 and kappa * making or 0
   local full_work = lambda * prompt + making_again + leaves -- of a candidate that holds nothing, tokens by weights
   for i = 1, count do
@@ -206,25 +214,19 @@ local function lowest_cost(s, own, home)
         label_prices and label_prices[s.slots[i]] or 0, 0 }
     end
     cost[i] = seconds
-    if seconds < lowest then lowest, tie, cheapest = seconds, max(slack / tps, EQUAL_S), i end
+    if seconds < lowest then lowest, cheapest = seconds, i end
   end
   local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
-  if s.decodes and s.policy == "cost" then
-    add_decode_terms(s, own, making, lowest)
-    lowest = huge
-    for i = 1, count do
-      if cost[i] < lowest then lowest, tie, cheapest = cost[i], max(slack / speed[i], EQUAL_S), i end
-    end
-  end
+  if s.delays and s.policy == "cost" then lowest, cheapest = add_decode_terms(s, own, making, lowest, cheapest) end
   local objective_decides = among and not among[cheapest]
   if objective_decides then
     lowest = huge
     for i = 1, count do
-      if among[i] and cost[i] < lowest then lowest, tie = cost[i], max(slack / speed[i], EQUAL_S) end
+      if among[i] and cost[i] < lowest then lowest, cheapest = cost[i], i end
     end
   end
-  s.tie_s = tie
-  local winner, why = win_tie(s, lowest + tie, among, home, most >= EQUAL_SHARE * prompt and own or nil)
+  s.tie_s = max(slack / speed[cheapest], EQUAL_S)
+  local winner, why = win_tie(s, lowest + s.tie_s, among, home, most >= EQUAL_SHARE * prompt and own or nil)
   return winner, objective_decides and "objective" or why
 end
 

@@ -15,9 +15,10 @@ Returns the state of a decision. By candidate (entries beyond `count` are meanin
   load_s (the part of the cost that no match changes: wait_price * base_s + place * busy_share * prompt / median speed)
   fill (share of its cache in use; 1 if the blocks may not be matched, as computed blocks then help no later prompt)
   crowd (caches that the booked contexts need beyond its own; nil: they fit; no table if they fit everywhere)
-  decodes (requests in flight) and contexts (tokens of their contexts); no tables if both of their weights are 0
+  decodes (requests in flight) and delays (seconds by which a prompt that must be computed whole delays their answers:
+  slows in decide/cost_rule); no delays if both weights are 0
 For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), count, least_wait, total_fill, total_busy
-(sum of busy_share), total_filled (sum of the shares of caches that contexts need; both set if decodes is), constants,
+(sum of busy_share), total_filled (sum of the shares of caches that contexts need; both set if delays is), constants,
 median, prompt, now.
 --]]
 local unpack_from, sub, band, exp, floor = struct.unpack, string.sub, bit.band, math.exp, math.floor
@@ -31,8 +32,10 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   local count, least_wait, total_fill, rows = 0, math.huge, 0, all
   local load_s, speed, fill, usable, by_slot, unmatchable, crowd = {}, {}, {}, {}, {}, {}, nil
   local base_s, busy_share = split and {}, split and {}
-  local decodes = (constants.decode_price > 0 or constants.context_price > 0) and {} or nil
-  local contexts, total_busy, total_filled, is_detailed = decodes and {}, 0, 0, split or decodes
+  local context_price = constants.context_price
+  local answer_price = (constants.decode_price + context_price) * prompt
+  local delays, decodes, total_busy, total_filled = answer_price > 0 and {} or nil, {}, 0, 0
+  local is_detailed = split or delays
 
   -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
   -- may not be matched; else the table of by_slot for its scheme. Stored, except of workers on trial.
@@ -95,8 +98,9 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
       load_s[count] = wait_price * base + place_s * busy
       if is_detailed then
         if split then base_s[count], busy_share[count] = base, busy end
-        if decodes then
-          decodes[count], contexts[count] = floor(flight_and_slot / U32), context
+        if delays then
+          local n = (flight_and_slot - flight_and_slot % U32) / U32
+          decodes[count], delays[count] = n, (context_price * context + answer_price * n) / tps
           total_busy = total_busy + busy
           if most > 0 then total_filled = total_filled + (context < most and context / most or 1) end
         end
@@ -123,7 +127,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   -- Name all fields that other parts set later (nil), so that the table gets its final size at once.
   return { rows = rows, wait = wait, base_s = base_s, speed = speed, fill = fill, crowd = crowd,
     busy_share = busy_share, slots = slots, unmatchable = unmatchable, by_slot = by_slot, count = count,
-    decodes = decodes, contexts = contexts, total_busy = total_busy, total_filled = total_filled, decode_s = nil,
+    delays = delays, decodes = decodes, total_busy = total_busy, total_filled = total_filled, decode_s = nil,
     load_s = load_s, cost = {}, least_wait = least_wait, total_fill = total_fill, median = median,
     constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
     order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
