@@ -12,10 +12,10 @@ from starlette.routing import Route
 from warmfleet.api.client_hints import operators_hints, patience_s
 from warmfleet.api.http_request import request_id
 from warmfleet.errors import BadRequest, WarmfleetError
-from warmfleet.fleet.bookings import ID_CHARACTERS, Outcome
+from warmfleet.fleet.bookings import Outcome
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.request import PATHS
-from warmfleet.protocol.wire import CLIENT_TAG_LENGTH, RESERVATION_PREFIX
+from warmfleet.protocol.wire import RESERVATION
 from warmfleet.routing.call import Call
 from warmfleet.routing.gateway import Ending, Handover
 from warmfleet.tracing.request_record import RequestRecord
@@ -37,10 +37,6 @@ MAX_KEY_BYTES = 256
 MAX_OUTPUT_TOKENS = 100_000_000  # most tokens of an answer that a gateway may report; no answer has as many
 MAX_EXCLUDED = 64  # most ids of workers that a gateway may exclude, because they failed this request
 OUTCOMES = get_args(Outcome)
-_WORD = "[A-Za-z0-9_-]"
-RESERVATION = (  # a prefix, random characters, and for a client with limits a hash of its name
-    rf"{RESERVATION_PREFIX}{_WORD}{{{ID_CHARACTERS + 1}}}({_WORD}{{{CLIENT_TAG_LENGTH}}})?"
-)
 _RESERVATION = re.compile(RESERVATION)
 
 

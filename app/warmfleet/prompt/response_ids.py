@@ -10,14 +10,13 @@ import hashlib
 import re
 from typing import TYPE_CHECKING
 
-from warmfleet.protocol.wire import ENDED_MARK
+from warmfleet.protocol.wire import ENDED_MARK, RESERVATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DIGEST_BYTES = 6
-_RESERVATION = r"wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?"
-_ID = re.compile(rf"resp_(?:unbooked\.)?({_RESERVATION})\.{ENDED_MARK}?([0-9a-f]{{{2 * DIGEST_BYTES}}})")
+_ID = re.compile(rf"resp_(?:unbooked\.)?({RESERVATION})\.{ENDED_MARK}?([0-9a-f]{{{2 * DIGEST_BYTES}}})")
 
 
 def response_id(reservation: str, worker_id: str, *, booked: bool, ended: bool) -> str:

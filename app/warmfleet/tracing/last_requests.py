@@ -13,7 +13,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from warmfleet.protocol.wire import ENDED_MARK, RESERVATION_LENGTH, RESERVATION_PREFIX
+from warmfleet.protocol.wire import ENDED_MARK, RESERVATION, RESERVATION_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ SLOWEST, MINUTES = 16, 60  # number of slow requests kept of each minute; number
 FAILED = 256  # number of last failed requests kept: the fleet failed, or the client hung up
 MINUTE_S = 60.0
 UNBOOKED = "unbooked."  # prefix of the id that an engine gets for a request that Redis did not book
-_RESERVATION = re.compile(rf"{RESERVATION_PREFIX}[A-Za-z0-9_-]{{{RESERVATION_LENGTH - len(RESERVATION_PREFIX)}}}")
+_RESERVATION = re.compile(RESERVATION)
 
 Slow = tuple[float, int, "RequestRecord"]  # seconds that the client waited, a unique number, the request
 
@@ -96,7 +96,7 @@ class LastRequests:
         identifier: an id with a reservation in it, as in an engine's log, in the body of an answer, or in a gateway's
         placement; else a client's X-Request-Id. request_id: that id without unsafe characters.
         """
-        reservations = {match[0] for match in _RESERVATION.finditer(identifier)}
+        reservations = {match[0][:RESERVATION_LENGTH] for match in _RESERVATION.finditer(identifier)}
         if reservations:
             return [record for record in self.all() if reservations.intersection(_reservations(record))]
         _, unbooked, behind = identifier.partition(UNBOOKED)

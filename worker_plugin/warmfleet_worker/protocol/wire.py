@@ -38,12 +38,14 @@ RESERVATION_LENGTH = len(RESERVATION_PREFIX) + 22
 #: request. Clients' own ids never begin with this character, because routers remove it from them.
 ENDED_MARK = "~"
 CLIENT_TAG_LENGTH = 11  # characters of the client's tag, which follows a reservation id if the client has limits
+_WORD = "[A-Za-z0-9_-]"
+RESERVATION = rf"{RESERVATION_PREFIX}{_WORD}{{22}}(?:{_WORD}{{{CLIENT_TAG_LENGTH}}})?"  # pattern of such an id
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 _NOT_IN_A_TAG = re.compile(r"[^A-Za-z0-9._/-]")
 # The engine's own id of a request from a router: [child_]kind-<reservation id>.<the client's id>... The kind may be two
 # words (generate-tokens-), or resp_. A request for several answers has several children; vLLM numbers them from 0.
-_ENGINE_REQUEST_ID = re.compile(r"(?:(\d+)_)?(?:[a-z]+[-_]){0,2}(wf-[A-Za-z0-9_-]{22}(?:[A-Za-z0-9_-]{11})?)\.")
+_ENGINE_REQUEST_ID = re.compile(rf"(?:(\d+)_)?(?:[a-z]+[-_]){{0,2}}({RESERVATION})\.")
 
 
 class WireError(ValueError):

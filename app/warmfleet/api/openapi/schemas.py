@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.api.client_hints import MAX_PREFIX_TOKENS
-from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, MAX_OUTPUT_TOKENS, OUTCOMES, RESERVATION
+from warmfleet.api.gateway_routes import MAX_EXCLUDED, MAX_KEY_BYTES, MAX_OUTPUT_TOKENS, OUTCOMES
 from warmfleet.api.why_routes import MAX_ID, MOST, ORDERS
 from warmfleet.prompt.engine_paths import KNOWN, SEGMENT
 from warmfleet.prompt.request import MAX_MESSAGES, MAX_PROMPTS, MAX_SALT, REFUSED
+from warmfleet.protocol.wire import RESERVATION
 
 if TYPE_CHECKING:
     from warmfleet.prompt.engine_paths import EnginePath
