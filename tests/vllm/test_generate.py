@@ -1,24 +1,35 @@
-"""A real engine that takes token ids at /inference/v1/generate: such prompts are matched to the token."""
+"""A real engine that takes token ids at /inference/v1/generate: such prompts are matched to the token.
+
+The second engine drafts tokens, so it computes the last block that it has cached of a prompt once more.
+"""
 
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
-from tests.vllm.engine import SERVED_NAME, EngineOptions, running
+from tests.vllm.draft_model import make_draft_model
+from tests.vllm.engine import MODEL, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
-        minutes=2, shows="prompts of token ids at /inference/v1/generate of real vLLM: predicted = cached"
+        minutes=2,
+        shows=(
+            "prompts of token ids at /inference/v1/generate of real vLLM, also of one that drafts tokens (EAGLE): "
+            "predicted = cached"
+        ),
     ),
     pytest.mark.timeout(1_500),
 ]
@@ -26,10 +37,12 @@ pytestmark = [
 PROMPTS = 60
 
 
-async def test_token_ids_are_matched_like_the_text_that_they_stand_for() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+async def test_token_ids_are_matched_like_the_text_that_they_stand_for(drafts: bool, tmp_path: Path) -> None:
     rng, known, hits = random.Random(4), [[5]], 0
+    drafting = ("--speculative-config", make_draft_model(tmp_path, MODEL)) if drafts else ()
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, arguments=("--enable-scale-out",))
+        options = EngineOptions(redis_url=redis_url, arguments=("--enable-scale-out", *drafting))
         with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
             fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
 
