@@ -15,7 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).with_name("golden_hashes.json")
@@ -25,11 +28,15 @@ BLOCKS = (16, 32, 48)
 LOOKAHEADS = (1, 3)  # with EAGLE, and with three modules of MTP
 TOKENS = [n * 7_919 % 152_000 for n in range(100)]
 LORA = ("ad", "/adapters/ad")
+#: Two images, of which the second comes twice, once in a block with the end of the first.
+IMAGES = [(5, 20, "ab" * 32), (26, 3, "cd" * 32), (30, 40, "cd" * 32)]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "salt": {"salt": "tenant \u00e9"},
     "lora": {"lora": LORA},
     "both": {"salt": "t", "lora": LORA},
+    "images": {"media": IMAGES},
+    "all": {"salt": "t", "lora": LORA, "media": IMAGES},
 }
 
 
@@ -57,9 +64,15 @@ def vectors(seed: str | None) -> dict[str, Any]:
 
 
 def hashed(
-    function: Any, block_tokens: int, lookahead: int, salt: str | None = None, lora: tuple[str, str] | None = None
+    function: Any,
+    block_tokens: int,
+    lookahead: int,
+    salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    media: Sequence[tuple[int, int, str]] = (),
 ) -> str:
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
@@ -71,6 +84,11 @@ def hashed(
         pooling_params=None,
         lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
         cache_salt=salt,
+        mm_features=[
+            # An engine core reads every identifier from a message: equal ones are not one object.
+            MultiModalFeatureSpec(None, "image", item.encode().decode(), PlaceholderRange(offset, length), item)
+            for offset, length, item in media
+        ],
         block_hasher=get_request_block_hasher(block_tokens, function, *((lookahead,) if lookahead else ())),
     )
     return "".join(value[-8:].hex() for value in request.block_hashes)

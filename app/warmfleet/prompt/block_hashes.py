@@ -18,6 +18,8 @@ from warmfleet.protocol.wire import DIGEST_BYTES, HASH_BYTES, Scheme
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from warmfleet.protocol.wire import Media
+
     Lora = tuple[str, str] | None
 
 MAX_BLOCKS = 8_192  # most blocks in one chain, because lua/decide.lua accepts no more
@@ -58,10 +60,12 @@ class Hasher:
         self._blocks_at_once = max(1, BLOCKS_AT_ONCE // self._steps)
         self._words = self._digest_bytes // HASH_BYTES  # words of 8 bytes in a digest; the last word is the block hash
 
-    def chain(self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None) -> Chain:
-        """Return the chain of a whole prompt. lora: name and path of its adapter."""
+    def chain(
+        self, token_ids: Sequence[int], salt: str | None = None, lora: Lora = None, media: Sequence[Media] = ()
+    ) -> Chain:
+        """Return the chain of a whole prompt. lora: name and path of its adapter. media: its images."""
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-        return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora)), len(ids))
+        return self.capped(self.packed(self.digests(self.scheme.none_hash, 0, ids, salt, lora, media)), len(ids))
 
     def blocks(self, tokens: int) -> int:
         """Count the blocks in so many first tokens of a prompt whose hashes these tokens decide; at most MAX_BLOCKS."""
@@ -81,12 +85,20 @@ class Hasher:
         size = self.scheme.block_tokens
         return Chain(self.scheme.scheme_id, size, packed[self._first : max(0, (tokens - 1) // size) * HASH_BYTES])
 
-    def digests(self, previous: bytes, blocks: int, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
+    def digests(
+        self,
+        previous: bytes,
+        blocks: int,
+        ids: array[int],
+        salt: str | None,
+        lora: Lora,
+        media: Sequence[Media] = (),
+    ) -> list[bytes]:
         """Compute the full digests of a chain from block number ``blocks`` on, up to MAX_BLOCKS blocks in all.
 
         previous: the digest of the block before. ids: the tokens from that block on; those behind the last block are
         left out, or hashed with it. The salt is part of a prompt's first block only; lora (name and path of the
-        adapter) is part of every block.
+        adapter) is part of every block. media: all images of the prompt; each is part of the blocks that it touches.
         """
         size, at_once, ahead = self._size, self._blocks_at_once, self._ahead
         count = min((len(ids) - ahead) // size, MAX_BLOCKS - blocks)
@@ -94,14 +106,17 @@ class Hasher:
         for start in range(0, count, at_once):
             part = ids[start * size : min(start + at_once, count) * size + ahead]
             parent, its_salt = (previous, None) if blocks + start else (None, salt)
+            here = _within(media, (blocks + start) * size, len(part)) if media else ()
             try:
-                found += self._cbor_digests(previous, part, its_salt, lora)
+                found += self._cbor_digests(previous, part, its_salt, lora, here)
             except IndexError:  # an id is not in the table, or there is none; the slower function takes every id
-                found += wire.chain_hashes(self.scheme, part, parent, its_salt, lora, self._new)
+                found += wire.chain_hashes(self.scheme, part, parent, its_salt, lora, self._new, here)
             previous = found[-1]
         return found
 
-    def _cbor_digests(self, previous: bytes, ids: array[int], salt: str | None, lora: Lora) -> list[bytes]:
+    def _cbor_digests(
+        self, previous: bytes, ids: array[int], salt: str | None, lora: Lora, media: Sequence[Media]
+    ) -> list[bytes]:
         # In CBOR, a block is 83 | bytes head, parent | array head, ids | extra keys. Only parent and ids change. With
         # look-ahead, an array of the extra keys and the next ids is in place of the extra keys.
         if not self._table:
@@ -116,15 +131,34 @@ class Hasher:
             next_ids = tuple(forms[size + number :: size] for number in range(ahead))
         groups = zip(repeat(self._array_head, count), *[iter(forms)] * size, repeat(later), *next_ids, strict=False)
         blocks = list(map(join, groups))
-        if salt is not None:
-            first = cbor.encode(wire.extra_keys(self.scheme, salt, lora))
-            blocks[0] = join((self._array_head, *forms[:size], begin, first, *forms[size : size + ahead]))
+        for number in _touched(media, size, ahead, count) if media else () if salt is None else (0,):
+            start, end = number * size, (number + 1) * size
+            touching = wire.media_keys(media, start, end + ahead)
+            keys = cbor.encode(wire.extra_keys(self.scheme, None if number else salt, lora, touching))
+            blocks[number] = join((self._array_head, *forms[start:end], begin, keys, *forms[end : end + ahead]))
         if len(previous) != self._digest_bytes:  # NONE_HASH may be longer than a digest
             head = b"\x83" + cbor.encode(previous)[: -len(previous)]
         digest = new(head + previous + blocks[0]).digest()
         head = self._head
         digests = [digest, *[digest := new(head + digest + block).digest() for block in blocks[1:]]]
         return digests if self._steps == 1 else digests[self._steps - 1 :: self._steps]
+
+
+def _within(media: Sequence[Media], start: int, length: int) -> list[Media]:
+    """Return the images that some of the ``length`` tokens from ``start`` on touch, with offsets from ``start``."""
+    return [
+        (offset - start, tokens, item)
+        for offset, tokens, item in media
+        if offset < start + length and offset + tokens > start
+    ]
+
+
+def _touched(media: Sequence[Media], size: int, ahead: int, count: int) -> list[int]:
+    """Return the first of ``count`` blocks, which may have a salt, and those that an image touches."""
+    found = {0}
+    for offset, tokens, _ in media:
+        found.update(range(max(0, (offset - ahead) // size), min(count, (offset + tokens - 1) // size + 1)))
+    return sorted(found)
 
 
 def hash_of(algorithm: str) -> Callable[[bytes], Any]:

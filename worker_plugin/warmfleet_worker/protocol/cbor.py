@@ -26,7 +26,7 @@ def integer(value: int) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """Encode None, str, bytes, an int from 0 on, or a tuple of such values."""
+    """Encode None, str, bytes, an int, or a tuple of such values."""
     if value is None:
         return b"\xf6"
     if isinstance(value, bytes):
@@ -35,5 +35,5 @@ def encode(value: Any) -> bytes:
         raw = value.encode()
         return head(0x60, len(raw)) + raw
     if isinstance(value, int):
-        return integer(value)
+        return integer(value) if value >= 0 else head(0x20, -1 - value)
     return head(0x80, len(value)) + b"".join(encode(item) for item in value)

@@ -249,6 +249,9 @@ UNMATCHED = {
 DIGEST_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 
 
+#: An image in a prompt: the number of its first token, how many tokens it has, and the identifier that vLLM gives it.
+Media = tuple[int, int, str]
+
 LOOKAHEAD, DROPS = "lookahead_", "_drop"
 _FORMS = re.compile("(?:tagged|plain|lookahead_[1-9][0-9]?)(?:_drop)?")  # of Scheme.extra_keys
 
@@ -353,21 +356,24 @@ def chain_hashes(
     salt: str | None = None,
     lora: tuple[str, str] | None = None,
     new: Callable[[bytes], Any] = hashlib.sha256,
+    media: Sequence[Media] = (),
 ) -> list[bytes]:
     """Return the digest of every full block of ``token_ids``, as vLLM's ``hash_block_tokens`` computes it.
 
     Under a scheme that looks ahead, blocks with fewer than ``lookahead`` tokens behind them have none.
     parent: the digest of the block before these tokens; None at the begin of a prompt. salt: part of a prompt's first
     block only. lora: (name, path) of the adapter, part of every block. new: makes a hash object; for the xxhash
-    algorithms the caller passes XXH3-128, which the standard library lacks.
+    algorithms the caller passes XXH3-128, which the standard library lacks. media: in order; each is part of every
+    block that it touches, also with the tokens behind the block that are hashed with it.
     """
     previous = parent or scheme.none_hash
     size, steps, ahead = scheme.hash_block_tokens, scheme.steps, scheme.lookahead
     payload = _cbor_payload if scheme.algorithm.endswith("_cbor") else _pickle_payload
     hashes = []
     for start in range(0, len(token_ids) - size - ahead + 1, size):
-        extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora)
         end = start + size
+        touching = media_keys(media, start, end + ahead) if media else ()
+        extra = extra_keys(scheme, salt if parent is None and start == 0 else None, lora, touching)
         covered = (extra, *token_ids[end : end + ahead]) if ahead else extra
         previous = new(payload(previous, tuple(token_ids[start:end]), covered)).digest()
         hashes.append(previous)
@@ -379,10 +385,25 @@ def pack_hashes(hashes: Iterable[bytes]) -> bytes:
     return b"".join([digest[-HASH_BYTES:] for digest in hashes])
 
 
-def extra_keys(scheme: Scheme, salt: str | None, lora: tuple[str, str] | None) -> tuple[Any, ...] | None:
-    """Return salt and adapter in the form in which a block's hash includes them; None if there is neither."""
+def media_keys(media: Sequence[Media], start: int, end: int) -> list[tuple[str, int]]:
+    """Return the identifier of each item that the tokens from ``start`` to ``end`` touch, and its place behind start.
+
+    Each identifier is a new object, because pickle would write the second of two equal objects in another way.
+    """
+    return [
+        (item.encode().decode(), offset - start)
+        for offset, tokens, item in media
+        if offset < end and offset + tokens > start
+    ]
+
+
+def extra_keys(
+    scheme: Scheme, salt: str | None, lora: tuple[str, str] | None, media: Sequence[tuple[str, int]] = ()
+) -> tuple[Any, ...] | None:
+    """Return adapter, media and salt in the form in which a block's hash includes them; None if there is none."""
     tagged = not scheme.extra_keys.startswith("plain")
     keys: list[Any] = [] if lora is None else [("lora", *lora) if tagged else lora[0]]
+    keys += [("mm", *key) for key in media] if tagged else media
     if salt is not None:
         keys.append(("cache_salt", salt) if tagged else salt)
     return tuple(keys) or None

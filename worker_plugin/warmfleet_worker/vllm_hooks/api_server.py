@@ -23,6 +23,7 @@ from warmfleet_worker.vllm_hooks.compatibility import (
     version,
 )
 from warmfleet_worker.vllm_hooks.engine_core import model_tag, ranks_of, server_id_of
+from warmfleet_worker.vllm_hooks.images import images
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -179,7 +180,11 @@ def facts(tokenizer: Any, state: Any, vllm_config: Any) -> dict[str, Any]:
     args, model_config = state.args, vllm_config.model_config
     renderer = state.online_renderer
     plain = chat_template(tokenizer, state, model_config, tools=None)
-    return {
+    pictures = None
+    if model_config.is_multimodal_model:
+        with swallow_errors("could not find out how this server hashes images"):
+            pictures = images(renderer.renderer, model_config)
+    return ({"images": pictures} if pictures else {}) | {
         "max_model_len": model_config.max_model_len,
         "content_format": resolve_chat_template_content_format(
             renderer.chat_template, None, args.chat_template_content_format, tokenizer, model_config=model_config

@@ -1,0 +1,130 @@
+"""The identifier and the number of tokens that an engine gives to an image of a request, without decoding it. Pure.
+
+vLLM hashes an image with the model's id and its settings. A plugin records the bytes that vLLM hashes before and behind
+the image's own; so the same rule serves every version of vLLM. An image whose identifier or length is not surely known
+raises NotReproducible with the reason. URLs are never fetched.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pybase64
+from blake3 import blake3
+
+from warmfleet.prompt.image_header import header_of
+from warmfleet.prompt.media_prefix import MODALITIES
+from warmfleet.prompt.messages import NotReproducible
+from warmfleet.protocol.image_tokens import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Frame = tuple[bytes, bytes]
+
+HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256, "sha512": hashlib.sha512}
+KINDS = frozenset({"rgb", "clear", "other"})
+MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
+MAX_TOKENS = 2**20  # most tokens of an image; a lie about the formula must not cost memory
+
+
+class Item(NamedTuple):
+    """An image as the engine knows it."""
+
+    identifier: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """The rules that an API server announced for its images (fact ``images``).
+
+    token, token_id: stand in the prompt as often as the image has tokens. family, parameters: see ``image_tokens``.
+    algorithm: a key of HASHES. framed: the length of the image's bytes is hashed before them. frames: by the kind of
+    the image (``image_header``), the bytes hashed before and behind its own; ``uuid``: those around a client's id,
+    missing if that is the identifier itself.
+    """
+
+    token: str
+    token_id: int
+    family: str
+    parameters: tuple[int, ...]
+    algorithm: str
+    framed: bool
+    frames: Mapping[str, Frame]
+
+    @classmethod
+    def of(cls, fact: Any) -> ImageRules | None:
+        """Read the announced fact; None if there is none, or a family or hash that is not known here."""
+        try:
+            _, names = FAMILIES[fact["family"]]
+            frames = {
+                kind: (bytes.fromhex(before), bytes.fromhex(behind))
+                for kind, (before, behind) in fact["frames"].items()
+            }
+            parameters = tuple(int(fact["parameters"][name]) for name in names)
+            rules = cls(
+                str(fact["token"]),
+                int(fact["token_id"]),
+                fact["family"],
+                parameters,
+                fact["algorithm"],
+                bool(fact["framed"]),
+                frames,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        short = all(len(part) <= MAX_FRAME_BYTES for frame in frames.values() for part in frame)
+        usable = rules.token and 0 <= rules.token_id < 2**32 and min(parameters) > 0 and rules.algorithm in HASHES
+        return rules if usable and short and frames.keys() >= KINDS else None
+
+    def item(self, part: Mapping[str, Any], rename: Callable[[str], str] | None = None) -> Item:
+        """Identify the image of a content part. rename: gives the id in place of the client's. Raises NotReproducible.
+
+        Takes 0.5 ms for an image of 1 MB.
+        """
+        kind = MODALITIES[part["type"]]
+        if kind != "image" or part["type"] == "image_embeds":
+            raise NotReproducible(kind if kind != "image" else "image_format")
+        data = _data(part)
+        width, height, mode = header_of(data)
+        formula, _ = FAMILIES[self.family]
+        tokens = formula(width, height, *self.parameters)
+        if not 0 < tokens <= MAX_TOKENS:
+            raise NotReproducible("image_size")
+        uuid = part.get("uuid")
+        if uuid is None:
+            return Item(self._hash(data, mode), tokens)
+        if not isinstance(uuid, str) or not uuid:
+            raise NotReproducible("image_id")
+        own = rename(uuid) if rename is not None else uuid
+        return Item(self._hash(own.encode(), "uuid") if "uuid" in self.frames else own, tokens)
+
+    def _hash(self, data: bytes, kind: str) -> str:
+        before, behind = self.frames[kind]
+        made = HASHES[self.algorithm]()
+        made.update(before + len(data).to_bytes(8, "little") if self.framed else before)
+        made.update(data)
+        made.update(behind)
+        return str(made.hexdigest())
+
+
+def _data(part: Mapping[str, Any]) -> bytes:
+    """Return the bytes of the image, as vLLM reads them from a data URL. Raises NotReproducible."""
+    url = part.get("image_url")
+    if isinstance(url, dict):
+        url = url.get("url")
+    if not isinstance(url, str) or not url:
+        raise NotReproducible("image_id" if part.get("uuid") is not None else "image_format")
+    if url[:5].lower() != "data:":
+        raise NotReproducible("image_url")
+    comma = url.find(",")
+    if comma < 0 or not url[:comma].endswith(";base64"):
+        raise NotReproducible("image_format")
+    try:
+        return pybase64.b64decode(url[comma + 1 :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise NotReproducible("image_format") from error

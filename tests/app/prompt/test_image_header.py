@@ -1,0 +1,132 @@
+"""The header of an image as Pillow reads it, which is how vLLM reads it; a broken image costs nothing."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+import warnings
+from contextlib import suppress
+
+import pytest
+from PIL import Image, ImageOps, PngImagePlugin
+
+from warmfleet.prompt.image_header import Header, Kind, header_of
+from warmfleet.prompt.messages import NotReproducible
+
+XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
+
+
+def pillow(data: bytes) -> Header:
+    """What vLLM sees: it decodes the image and turns it."""
+    image: Image.Image = Image.open(io.BytesIO(data))
+    with suppress(Exception):
+        image = ImageOps.exif_transpose(image)
+    image.load()
+    kind: Kind = "other" if image.mode != "RGB" else "clear" if "transparency" in image.info else "rgb"
+    return Header(*image.size, kind)
+
+
+def exif(orientation: int) -> bytes:
+    made = Image.Exif()
+    made[0x0112] = orientation
+    made[0x010F] = "a camera"
+    return made.tobytes()
+
+
+def made(rng: random.Random) -> bytes:
+    """A random image of one of the formats."""
+    form, out = rng.choice(["PNG", "JPEG", "GIF", "WEBP"]), io.BytesIO()
+    modes = {
+        "PNG": ["RGB", "RGBA", "L", "P", "LA", "1", "I;16"],
+        "JPEG": ["RGB", "L", "CMYK"],
+        "GIF": ["P", "L", "RGB"],
+    }
+    mode, size = rng.choice(modes.get(form, ["RGB", "RGBA"])), (rng.randrange(1, 90), rng.randrange(1, 90))
+    image = Image.new(mode, size) if mode == "I;16" else Image.effect_noise(size, 90).convert(mode)
+    more: dict[str, object] = {}
+    if form != "GIF" and rng.random() < 0.5:
+        more["exif"] = exif(rng.randrange(0, 10))
+    if form in ("JPEG", "WEBP") and rng.random() < 0.3:
+        more["xmp"] = XMP % rng.randrange(1, 9)
+    if form == "PNG" and mode == "RGB" and rng.random() < 0.4:
+        more["transparency"] = (1, 2, 3)
+    if form == "JPEG":
+        more |= {"progressive": rng.random() < 0.5, "comment": b"c" * rng.randrange(1, 60_000)}
+        more |= {"icc_profile": b"i" * rng.randrange(1, 90_000)} if rng.random() < 0.3 else {}
+    if form == "GIF":
+        more |= {"comment": b"c" * rng.randrange(1, 2_000)}
+    if form in ("GIF", "WEBP") and rng.random() < 0.3:
+        more |= {"save_all": True, "append_images": [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]}
+    if form == "WEBP":
+        more |= {"lossless": rng.random() < 0.5}
+    image.save(out, form, **more)
+    return out.getvalue()
+
+
+def test_equals_pillow() -> None:
+    rng, kinds = random.Random(5), set()
+    for _ in range(600):
+        data = made(rng)
+        header = header_of(data)
+        assert header == pillow(data), data[:80]
+        kinds.add((data[:3], header.kind))
+    assert len(kinds) == 3 + 2 + 1 + 2
+
+
+def test_metadata_behind_the_pixels_turn_a_png() -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(out, "PNG")
+    data = out.getvalue()
+    chunk = io.BytesIO()
+    PngImagePlugin.putchunk(chunk, b"eXIf", exif(6)[6:])
+    at = data.index(b"IEND") - 4
+    turned = data[:at] + chunk.getvalue() + data[at:]
+    assert header_of(turned) == pillow(turned) == Header(20, 30, "rgb")
+
+
+def test_a_text_that_may_turn_a_png_makes_it_unknown() -> None:
+    out, text = io.BytesIO(), PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", (XMP % 6).decode())
+    Image.new("RGB", (30, 20)).save(out, "PNG", pnginfo=text)
+    with pytest.raises(NotReproducible, match="image_header"):
+        header_of(out.getvalue())
+
+
+def test_broken_and_hostile_images_are_unknown_and_cost_nothing() -> None:
+    rng, began, reasons = random.Random(6), time.perf_counter(), set()
+    hostile = [
+        b"\xff\xd8" + b"\xff\xfe\x00\x02" * 500_000,  # half a million empty comments
+        b"\xff\xd8\xff" + b"\xff" * 2_000_000,
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0\0\0\x01" * 4 + b"\0\0\0\0junk\0\0\0\0" * 200_000,
+        b"GIF89a" + b"\0" * 7 + b"\x21\xfe" + b"\x01a" * 1_000_000,
+        b"RIFF\0\0\0\0WEBP" + b"junk\0\0\0\0" * 500_000,
+        b"BM" + b"\0" * 100,
+        b"",
+    ]
+    for _ in range(2_000):
+        broken = bytearray(made(rng) if rng.random() < 0.1 else hostile[rng.randrange(5)][:200])
+        for _ in range(rng.randrange(1, 6)):
+            broken[rng.randrange(len(broken))] = rng.randrange(256)
+        hostile.append(bytes(broken[: rng.randrange(len(broken) + 1)]))
+    worst = 0.0
+    for data in hostile:
+        begin = time.perf_counter()
+        try:
+            header_of(data)
+        except NotReproducible as error:
+            reasons.add(error.reason)
+        worst = max(worst, time.perf_counter() - begin)
+    assert reasons == {"image_format", "image_header"}
+    assert worst < 0.1
+    assert time.perf_counter() - began < 20
+
+
+def test_a_bomb_is_only_measured() -> None:
+    out = io.BytesIO()
+    Image.new("1", (1, 1)).save(out, "PNG")
+    data = bytearray(out.getvalue())
+    data[16:24] = (2**31 - 1).to_bytes(4, "big") * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert header_of(bytes(data)) == Header(2**31 - 1, 2**31 - 1, "other")

@@ -1,0 +1,110 @@
+"""Write a small random model that sees images, with a real processor, so that real vLLM serves it on a CPU.
+
+    python tests/vllm/vision_model.py OUT qwen2_vl|llava
+
+It runs in ``.venv-vllm``. Qwen2-VL needs torchvision (``trees.torchvision``). Answers are nonsense; tokens, hashes and
+the cache are real.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "loadtest"))
+
+VOCABULARY = 8_192
+PIXELS = 28 * 28
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<image>")
+PLACE = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
+TOKEN = {"qwen2_vl": "<|image_pad|>", "llava": "<image>"}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' or 'image' in c or 'image_url' in c %}PLACE"
+    "{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SIZE = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TEXT: dict[str, Any] = SIZE | {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32_768}
+TEXT |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": True}
+EYE: dict[str, Any] = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+EYE |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def tokenizer(kind: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    from warmfleet_loadtest.tiny_model import END_OF_TEXT, TURN_END, train_tokenizer
+
+    trained = train_tokenizer(VOCABULARY - len(MARKS))
+    trained.add_special_tokens(list(MARKS))
+    fast: Any = PreTrainedTokenizerFast
+    return fast(
+        tokenizer_object=trained,
+        pad_token=END_OF_TEXT,
+        eos_token=TURN_END,
+        model_max_length=32_768,
+        clean_up_tokenization_spaces=False,
+        chat_template=TEMPLATE.replace("PLACE", PLACE[kind]),
+        extra_special_tokens={
+            "image_token": TOKEN[kind],
+            "video_token": "<|video_pad|>",
+            "vision_bos_token": "<|vision_start|>",
+            "vision_eos_token": "<|vision_end|>",
+        },
+    )
+
+
+def llava(words: Any) -> tuple[Any, Any]:
+    import transformers
+
+    hf: Any = transformers
+    seen = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**seen, image_size=56, patch_size=14, projection_dim=64),
+        text_config=hf.Qwen2Config(**TEXT),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+        tie_word_embeddings=True,
+    )
+    eye = hf.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    rules = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = hf.LlavaProcessor(eye, words, **rules, chat_template=words.chat_template)
+    return hf.LlavaForConditionalGeneration(config), processor
+
+
+def qwen2_vl(words: Any) -> tuple[Any, Any]:
+    import transformers
+    from transformers.models.qwen2_vl import image_processing_qwen2_vl, video_processing_qwen2_vl
+
+    hf: Any = transformers
+    still: Any = image_processing_qwen2_vl.Qwen2VLImageProcessor
+    moving: Any = video_processing_qwen2_vl.Qwen2VLVideoProcessor
+    rope = {"rope_type": "default", "type": "mrope", "mrope_section": [4, 6, 6], "rope_theta": 1_000_000.0}
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    ids = {name: words.convert_tokens_to_ids(mark) for name, mark in names.items()}
+    config = hf.Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": rope}, vision_config=EYE, tie_word_embeddings=True, **ids
+    )
+    limits = {"min_pixels": 4 * PIXELS, "max_pixels": 64 * PIXELS}
+    processor = hf.Qwen2VLProcessor(still(**limits), words, moving(**limits), chat_template=words.chat_template)
+    return hf.Qwen2VLForConditionalGeneration(config), processor
+
+
+def main() -> None:
+    import torch
+
+    out, kind = Path(sys.argv[1]), sys.argv[2]
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    network, processor = {"llava": llava, "qwen2_vl": qwen2_vl}[kind](tokenizer(kind))
+    network.to(torch.float32).save_pretrained(out)
+    processor.save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main()

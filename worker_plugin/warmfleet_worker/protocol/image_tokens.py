@@ -1,0 +1,45 @@
+"""The number of tokens that an image has in a prompt, by its width and height, for families of models. Pure.
+
+A family is a formula with whole numbers as parameters. A plugin announces family and parameters only if the formula
+counts as its vLLM does for every one of SIZES.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Widths and heights on which a formula is tried: small, large, odd, and nearly as narrow as transformers allows.
+SIZES = tuple(
+    (width, height) for width in (16, 27, 64, 301, 777, 2_000, 4_032) for height in (28, 55, 480, 1_500, 3_024)
+)
+
+
+def fixed(_width: int, _height: int, tokens: int) -> int:
+    """Every image is scaled to one size, as in LLaVA."""
+    return tokens
+
+
+def grid(width: int, height: int, factor: int, least: int, most: int) -> int:
+    """Both sides become multiples of ``factor`` pixels, with ``least`` to ``most`` pixels in all, as in Qwen's VL.
+
+    A square of ``factor`` pixels is a token. This is ``smart_resize`` of transformers.
+    """
+    rows, columns = round(height / factor), round(width / factor)
+    if rows * columns * factor * factor > most:
+        shrink = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(side / shrink / factor)) for side in (height, width))
+    elif rows * columns * factor * factor < least:
+        grow = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(side * grow / factor) for side in (height, width))
+    return rows * columns
+
+
+#: Name of a family -> its formula, and the names of its parameters.
+FAMILIES: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
+    "fixed": (fixed, ("tokens",)),
+    "grid": (grid, ("factor", "least", "most")),
+}

@@ -1,0 +1,187 @@
+"""The fact ``images``: how this API server hashes images and how many tokens they have, for routers that do the same.
+
+Nothing is assumed about the version of vLLM. Its own code loads, hashes and places small images, and the bytes hashed
+around an image's own are recorded. A model that places images in another way than as one repeated token, or whose count
+follows no known formula, gets no fact: routers then know its prompts up to the first image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import types
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_worker.protocol.image_tokens import FAMILIES, SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: Kind of an image, in the words of routers -> modes of small images of that kind.
+KINDS = {"rgb": ("RGB",), "clear": ("RGB",), "other": ("RGBA", "L", "P", "LA")}
+SIDES = (61, 47)  # of the images that are tried
+
+
+def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
+    """Return the fact, or None if this server's images are not placed or hashed by a rule that routers know."""
+    processor = getattr(renderer, "mm_processor", None)
+    config = getattr(model_config, "multimodal_config", None)
+    if processor is None or config is None or getattr(config, "enable_tower_connector_lora", False):
+        return None
+    placed = _placed(processor, model_config)
+    formula = _formula(processor.info, config)
+    if placed is None or formula is None:
+        return None
+    token_id, tokens = placed
+    family, parameters = formula
+    if FAMILIES[family][0](*SIDES, *parameters.values()) != tokens:
+        return None
+    hashed = _frames(processor, config)
+    if hashed is None:
+        return None
+    text = processor.info.get_tokenizer().convert_ids_to_tokens(token_id)
+    return {"token": text, "token_id": token_id, "family": family, "parameters": parameters, **hashed}
+
+
+def _placed(processor: Any, model_config: Any) -> tuple[int, int] | None:
+    """Let vLLM place an image in a prompt; return the token that it repeats and how often, or None if it does not."""
+    from PIL import Image
+    from vllm.model_executor.model_loader import get_model_cls
+
+    text = get_model_cls(model_config).get_placeholder_str("image", 1)
+    if not text:
+        return None
+    before = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+    items = processor.info.parse_mm_data({"image": [Image.new("RGB", SIDES)]})
+    made = processor(list(before), items)
+    (place,) = made["mm_placeholders"]["image"]
+    token, behind = before[place.offset], before[place.offset + 1 :]
+    expected = [*before[: place.offset], *[token] * place.length, *behind]
+    plain = list(made["prompt_token_ids"]) == expected and before.count(token) == 1
+    return (token, place.length) if plain else None
+
+
+def _formula(info: Any, config: Any) -> tuple[str, dict[str, int]] | None:
+    """Return the family and the parameters of the formula that counts as vLLM does, if there is one."""
+    count = _counter(info)
+    counted = [count(width, height) for width, height in SIZES] if count is not None else []
+    for family, parameters in _candidates(info, config, counted):
+        formula, _ = FAMILIES[family]
+        if all(formula(*size, **parameters) == tokens for size, tokens in zip(SIZES, counted, strict=True)):
+            return family, parameters
+    return None
+
+
+def _counter(info: Any) -> Callable[[int, int], int | None] | None:
+    """Return vLLM's own function from width and height to tokens; None for a size that it refuses."""
+    own = getattr(info, "get_num_image_tokens", None)
+    if own is None:
+        return None
+    more: dict[str, Any] = {}
+    for name in inspect.signature(own).parameters:
+        if name == "image_processor":
+            more[name] = info.get_image_processor()
+        elif name == "mm_kwargs":
+            more[name] = {}
+        elif name not in ("image_width", "image_height"):
+            return None
+    return lambda width, height: int(own(image_width=width, image_height=height, **more))
+
+
+def _candidates(info: Any, config: Any, counted: list[Any]) -> Iterator[tuple[str, dict[str, int]]]:
+    if len(set(counted)) == 1:
+        yield "fixed", {"tokens": counted[0]}
+    image_processor = info.get_image_processor()
+    given = dict(getattr(config, "mm_processor_kwargs", None) or {})
+    given |= given.get("images_kwargs") or {}
+    size = dict(getattr(image_processor, "size", None) or {}) | dict(given.get("size") or {})
+    least = given.get("min_pixels") or size.get("shortest_edge")
+    most = given.get("max_pixels") or size.get("longest_edge")
+    patch, merge = getattr(image_processor, "patch_size", None), getattr(image_processor, "merge_size", None)
+    if counted and all(isinstance(number, int) for number in (least, most, patch, merge)):
+        yield "grid", {"factor": int(patch or 0) * int(merge or 0), "least": int(least or 0), "most": int(most or 0)}
+
+
+def _frames(processor: Any, config: Any) -> dict[str, Any] | None:
+    """Return algorithm and frames of the hash, or None if images of one kind are not all hashed alike."""
+    algorithm = config.mm_hasher_algorithm
+    if algorithm not in ("blake3", "sha256", "sha512"):
+        return None
+    framed, frames = set[bool](), dict[str, list[str]]()
+    for kind, modes in KINDS.items():
+        found = [_frame(processor, config, _image(mode, clear=kind == "clear"), None) for mode in modes]
+        if any(each is None or each != found[0] for each in found):
+            return None
+        counted, before, behind = found[0] or (False, b"", b"")
+        framed.add(counted)
+        frames[kind] = [before.hex(), behind.hex()]
+    own = "a client's own id"
+    around = _frame(processor, config, _image("RGB", clear=False), own)
+    if around is not None:
+        framed.add(around[0])
+        frames["uuid"] = [around[1].hex(), around[2].hex()]
+    if len(framed) != 1:
+        return None
+    return {"algorithm": algorithm, "framed": framed.pop(), "frames": frames}
+
+
+def _image(mode: str, *, clear: bool) -> bytes:
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.new(mode, SIDES).save(out, "PNG", **({"transparency": (1, 2, 3)} if clear else {}))
+    return out.getvalue()
+
+
+def _frame(processor: Any, config: Any, data: bytes, uuid: str | None) -> tuple[bool, bytes, bytes] | None:
+    """Return the bytes that vLLM hashes before and behind an image's, and whether the length of these comes between.
+
+    uuid: a client's id, hashed in place of the image; the result is then None if the id is the identifier itself.
+    """
+    from vllm.multimodal.media import connector
+    from vllm.multimodal.processing import inputs
+
+    recorded: list[bytes] = []
+
+    class Recorder(inputs.MultiModalHasher):  # type: ignore[misc]
+        @classmethod
+        def hash_kwargs(cls, _algorithm: str, /, **factors: object) -> str:
+            made = (cls.iter_item_to_bytes(name, value) for name, value in sorted(factors.items()))
+            recorded.append(b"".join(bytes(chunk) for chunks in made for chunk in chunks))
+            return ""
+
+    io_kwargs = dict(getattr(config, "media_io_kwargs", None) or {})
+    loaded = connector.ImageMediaIO(**io_kwargs.get("image", {})).load_bytes(data)
+    items = processor.info.parse_mm_data({"image": [loaded]})
+    more = (
+        {"media_io_kwargs": io_kwargs}
+        if "media_io_kwargs" in inspect.signature(inputs.ProcessorInputs).parameters
+        else {}
+    )
+    given = inputs.ProcessorInputs([], items, {"image": [uuid]} if uuid else None, **more)
+    own = getattr(processor, "_get_mm_hashes", None)
+    real = own(given) if own else given.get_mm_hashes(processor.info.model_id, config.mm_hasher_algorithm)
+    if uuid and real == {"image": [uuid]}:
+        return None
+    # The same function of vLLM with the recorder in place of its hasher: nothing of vLLM is changed.
+    method = inputs.ProcessorInputs.get_mm_hashes
+    copy = types.FunctionType(method.__code__, vars(inputs) | {"MultiModalHasher": Recorder})
+    copy(given, processor.info.model_id, config.mm_hasher_algorithm)
+    (whole,) = recorded
+    if real != {"image": [_digest(config.mm_hasher_algorithm, whole)]}:
+        return None
+    raw = uuid.encode() if uuid else data
+    before, found, behind = whole.partition(raw)
+    length = len(raw).to_bytes(8, "little")
+    if not found or raw in behind:
+        return None
+    return (True, before[:-8], behind) if before.endswith(length) else (False, before, behind)
+
+
+def _digest(algorithm: str, data: bytes) -> str:
+    if algorithm == "blake3":
+        from blake3 import blake3
+
+        return str(blake3(data).hexdigest())
+    return hashlib.new(algorithm, data).hexdigest()
