@@ -267,6 +267,11 @@ class Metrics:
         self.load_only = self._counter(
             "load_only_requests", "Requests that were placed by load alone, by reason (identity.md)", "reason model"
         )
+        self.prefix_only = self._counter(
+            "prefix_only_requests",
+            "Requests of which only the text before an image or other part is known, by reason (identity.md)",
+            "reason model",
+        )
         self.asked = self._counter(
             "asked_engines",
             "Engines asked for token ids: `answered`, `refused` (4xx), `failed`, `busy` (not asked)",

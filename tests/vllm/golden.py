@@ -28,8 +28,8 @@ BLOCKS = (16, 32, 48)
 LOOKAHEADS = (1, 3)  # with EAGLE, and with three modules of MTP
 TOKENS = [n * 7_919 % 152_000 for n in range(100)]
 LORA = ("ad", "/adapters/ad")
-#: Two images, of which the second comes twice, once in a block with the end of the first.
-IMAGES = [(5, 20, "ab" * 32), (26, 3, "cd" * 32), (30, 40, "cd" * 32)]
+#: Two images; the second comes twice, once in a block with the end of the first, once at the begin of a block.
+IMAGES = [(5, 20, "ab" * 32), (26, 3, "cd" * 32), (32, 38, "cd" * 32)]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "salt": {"salt": "tenant \u00e9"},

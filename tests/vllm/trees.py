@@ -59,37 +59,6 @@ def packages() -> Path:
     return installed("vllm-packages", "orjson", "xxhash")
 
 
-#: What vLLM imports for models that see, with what these need: torchvision for Qwen2-VL, mistral-common for LLaVA.
-VISION: tuple[str, ...] = (
-    "torchvision==0.28.0",
-    "mistral-common==1.13.1",
-    "jsonschema",
-    "referencing",
-    "rpds-py",
-    "attrs",
-)
-VISION += ("jsonschema-specifications", "pydantic-extra-types", "pycountry", "tiktoken", "regex")
-VISION += ("requests", "charset-normalizer", "urllib3", "idna", "certifi")
-#: Declares the two operators that torchvision's Python code names, because its compiled code needs CUDA.
-OPERATORS = """
-if not _has_ops():
-    import torch as _torch
-
-    _library = _torch.library.Library("torchvision", "DEF")
-    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-"""
-
-
-def vision() -> Path:
-    """The folder with what vLLM imports for models that see (40 MB)."""
-    folder = installed("vllm-vision", *VISION)
-    extension = folder / "torchvision" / "extension.py"
-    if OPERATORS not in (text := extension.read_text()):
-        extension.write_text(text + OPERATORS)
-    return folder
-
-
 def python_path(tree_folder: Path) -> str:
     """PYTHONPATH for a process of ``.venv-vllm``'s interpreter that runs this tree with this checkout's plugin."""
     return ":".join(str(path) for path in (tree_folder, ROOT, ROOT / "worker_plugin", packages()))

@@ -159,6 +159,7 @@ class ServiceRoutes:
         named, tenancy = None if tenant is None else tenant.encode("utf-8", "replace"), self._tenancy
         owner, flow = tenancy.of(raw) if named is None else (named, tenancy.flow_of(named))
         asked.salt = tenancy.salt(owner, asked.salt)
+        asked.media_id = tenancy.media_names(owner)
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
         priority = requests.priority(asked) if self._settings.queue_priority else 0

@@ -1,6 +1,7 @@
-"""The probe of a worker: three short random prompts show whether it makes token ids and block hashes as announced.
+"""The probe of a worker: short random prompts show whether it makes token ids and block hashes as announced.
 
-The prompts are a text, a chat and a list of token ids; each asks for one token of answer. The router computes their
+The prompts are a text, a chat, a chat with an image if the worker announces how it hashes images, and a list of token
+ids; each asks for one token of answer. The router computes their
 block hashes as it does for any request. Exactly these hashes must appear in the worker's own stream, and the worker
 must count as many prompt tokens as the router. The replica that applies the stream notes in Redis which of the hashes
 the stream reported, so a block that is evicted soon after still counts.
@@ -12,8 +13,11 @@ before it reports that its prefill is done. So after that report a block that is
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
+import struct
 import time
+import zlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +28,7 @@ from warmfleet.fleet import Flag, Renewal, WorkerView, new_reservation
 from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.prompt.images import ImageRules
 from warmfleet.protocol.wire import HASH_BYTES, UNMATCHED, Scheme, WireError
 
 if TYPE_CHECKING:
@@ -34,11 +39,12 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Endpoint
     from warmfleet.settings import Settings
 
-Part = Literal["text", "chat", "tokens"]
-ENDPOINTS: dict[Part, Endpoint] = {"text": "completions", "chat": "chat", "tokens": "completions"}
+Part = Literal["text", "chat", "image", "tokens"]
+ENDPOINTS: dict[Part, Endpoint] = {"text": "completions", "chat": "chat", "image": "chat", "tokens": "completions"}
 WRONG: dict[str, str] = {
     "text": "it does not make token ids of a text as the tokenizer in use here does",
     "chat": "it does not render a chat as the template in use here does, or makes other token ids of it",
+    "image": "it counts or hashes an image otherwise than it announced: prompts are known up to their first image",
     "tokens": "its blocks are not hashed as its scheme says, or another engine answers at its URL",
 }
 KEY_HELP = "set WARMFLEET_WORKER_API_KEY, and WARMFLEET_WORKER_ADDRESSES to the addresses of the engines"
@@ -58,6 +64,7 @@ PIECES: tuple[str, ...] = (
     "  ",
 )
 PIECES += ("中文字符", "日本語です", "Привет", "مرحبا", "é", "e\u0301", "\ufb01", "①", "😀👩\u200d👧", "\u3000", "\t")
+IMAGE_SIDE = 64  # pixels; models take this size
 MORE_PIECES = 8  # number of words beyond a block's number of tokens, so that a text fills at least one block
 POLL_S = 0.05
 #: Most seconds for all three answers together: FIRST_ANSWER_S in the first probe, doubled in each further probe up to
@@ -98,7 +105,9 @@ class Probe:
         self._blocks_timeout_s = blocks_timeout_s
 
     async def run(self, pool: Pool, worker: WorkerView, *, texts: bool) -> Result:
-        """Probe one worker. texts: also send a text and a chat; to check them, the tokenizer must be loaded here.
+        """Probe one worker. texts: also send texts and chats; to check them, the tokenizer must be loaded here.
+
+        An image alone at fault leaves the worker proven, with the cause ``image``.
 
         Raises FleetUnavailable.
         """
@@ -111,7 +120,8 @@ class Probe:
             unknown = _unhashed(worker, error)
             texts = False
         questions = [_of_tokens(worker, hasher)]
-        for part in ("chat", "text") if texts else ():
+        parts: tuple[Part, ...] = ("chat", "text", "image") if sees(worker, pool) else ("chat", "text")
+        for part in parts if texts else ():
             question = await self._of_text(pool, worker, part)
             if question is not None:
                 questions.insert(0, question)
@@ -126,7 +136,9 @@ class Probe:
             if wrong is not None and (wrong.proof == "url" or wrong.cause == "key"):
                 return wrong
             seen = await self._seen(pool, worker, answered, reservation)
-            return seen if wrong is None else replace(wrong, witnessed=seen.witnessed)
+            if wrong is None or (wrong.cause == "image" and seen.proof != "proven"):
+                return seen
+            return replace(wrong, witnessed=seen.witnessed)
         finally:
             await asyncio.shield(_over(pool, worker, questions, reservation))
 
@@ -139,9 +151,13 @@ class Probe:
         while pieces:
             text = random_text(pieces)
             body: dict[str, Any] = {"model": worker.models[0]}
-            body |= {"messages": [{"role": "user", "content": text}]} if part == "chat" else {"prompt": text}
+            if part == "text":
+                body["prompt"] = text
+            else:
+                content = text if part == "chat" else [{"type": "text", "text": text}, random_image()]
+                body["messages"] = [{"role": "user", "content": content}]
             request = prompt.from_dict(ENDPOINTS[part], body)
-            known = await identify_here(request, pool)
+            known = await identify_here(request, pool, probing=True)
             chain = next((chain for chain in known.chains if chain.scheme_id == worker.load.scheme), None)
             if known.kind != "exact" or chain is None:
                 return None
@@ -176,7 +192,8 @@ class Probe:
                         counted, answered = _prompt_tokens(text), [*answered, question]
                         if counted not in (None, question.prompt_tokens):
                             counts = f"{counted} prompt tokens, {question.prompt_tokens} here"
-                            wrong = wrong or Result("identity", question.part, f"{WRONG[question.part]}: {counts}")
+                            result = _wrong(question.part, f": {counts}")
+                            wrong = result if wrong is None or wrong.cause == "image" else wrong
                     elif status >= 500 or booked:
                         return Result("url", "url", f"it answered {status} to a completion"), []
         except (WarmfleetError, TimeoutError) as error:
@@ -213,8 +230,8 @@ class Probe:
             return Result(
                 "", "silent", "its stream tells nothing of a probe: it is behind, or another engine answers", witnessed
             )
-        part = next(part for part in ("tokens", "text", "chat") if part in missing)
-        return Result("identity", part, WRONG[part], witnessed)
+        part = next(part for part in ("tokens", "text", "chat", "image") if part in missing)
+        return replace(_wrong(part), witnessed=witnessed)
 
 
 def headers_for(pool: Pool, worker: WorkerView, settings: Settings) -> dict[str, str]:
@@ -245,6 +262,31 @@ def random_text(pieces: int) -> str:
     return (
         " ".join([words[0] + words[-1], *[random.choice((word, word, random.choice(PIECES))) for word in words]]) + "."
     )
+
+
+def _wrong(part: Part, more: str = "") -> Result:
+    """Return the result of a probe in which this part is at fault."""
+    return Result("proven" if part == "image" else "identity", part, WRONG[part] + more)
+
+
+def sees(worker: WorkerView, pool: Pool) -> bool:
+    """Return whether the worker announces the rules for images by which this replica identifies prompts."""
+    fact = ((worker.server or {}).get("facts") or {}).get("images")
+    return fact is not None and ImageRules.of(fact) == pool.view.images
+
+
+def random_image() -> dict[str, Any]:
+    """Make a content part with a small random PNG."""
+    rows = b"".join([b"\0" + random.randbytes(3 * IMAGE_SIDE) for _ in range(IMAGE_SIDE)])
+    header = struct.pack(">IIBBBBB", IMAGE_SIDE, IMAGE_SIDE, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 0)), (b"IEND", b""))
+    chunks = [struct.pack(">I", len(data)) + name + data + _crc(name + data) for name, data in parts]
+    data = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def _crc(data: bytes) -> bytes:
+    return struct.pack(">I", zlib.crc32(data))
 
 
 def _unhashed(worker: WorkerView, error: Exception) -> Result:
@@ -291,7 +333,7 @@ async def _await_blocks(pool: Pool, worker: WorkerView, questions: Sequence[Ques
 
 
 async def _missing(pool: Pool, worker: WorkerView, questions: Sequence[Question], probe: str) -> set[Part] | None:
-    """Return the parts (text, chat, tokens) whose blocks are not all reported yet; None if Redis lost the notes."""
+    """Return the parts (text, chat ...) whose blocks are not all reported yet; None if Redis lost the notes."""
     awaited = await pool.fleet.probes.awaited(worker.worker_id, probe, _hashes(questions))
     if awaited is None:
         return None

@@ -154,7 +154,7 @@ class Prober:
         if not proved_before and result.proof != "url" and not (result.witnessed or self._settings.lists_workers):
             # An answer came, but nothing shows that this worker sent it: any service of the network may answer.
             return Result("pending", result.cause or "silent", result.reason or "its stream tells nothing of a probe")
-        if result.proof == "identity" and result.cause in ("text", "chat", "tokens"):
+        if result.cause in ("text", "chat", "image", "tokens"):
             result = await self._worker_probe.run(pool, worker, texts=texts)  # only a second failure in a row counts
         if proved_before:
             return Result("", result.cause, result.reason) if result.proof == "url" else result

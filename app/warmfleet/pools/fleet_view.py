@@ -9,8 +9,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.pools.served_names import ServedNames
+from warmfleet.prompt.images import ImageRules
 from warmfleet.prompt.request import MAX_MODEL_LEN, NO_LABELS
 from warmfleet.prompt.response_ids import keeper_of
+from warmfleet.protocol.wire import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ class View:
     max_model_len: the longest context of all routable workers, in tokens. names: served by the workers. streams: names
     of the streams of the workers and their API servers. unreported: workers behind a bridge that reports no finished
     prefill. token_s: seconds of prefill of a token at a worker of median speed. read_at: monotonic seconds.
+    images: how most workers that announce it hash images. images_wrong: an image proved it wrong at some worker.
     By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
     limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
     (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
@@ -58,6 +61,8 @@ class View:
     speeds: Mapping[str, int] = field(default_factory=dict)
     token_s: float = 0.0
     labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    images: ImageRules | None = None
+    images_wrong: bool = False
 
     @property
     def step_s(self) -> float:
@@ -140,6 +145,7 @@ def view_of(
     speeds = {worker.worker_id: worker.load.speed_tps for worker in workers}
     known = sorted(speed_tps for speed_tps in speeds.values() if speed_tps > 0)
     plugged = [worker for worker in workers if not worker.approximate]
+    images, images_wrong = _images(workers)
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -166,7 +172,20 @@ def view_of(
         names=ServedNames(workers),
         max_model_len=max(limits.values(), default=MAX_MODEL_LEN),
         limits=limits if len(set(limits.values())) > 1 else {},
+        images=images,
+        images_wrong=images_wrong,
     )
+
+
+def _images(workers: Sequence[WorkerView]) -> tuple[ImageRules | None, bool]:
+    """Return the rules that most workers announce, and whether a probe with an image failed at one of these."""
+    facts = [(dumps(fact), worker) for worker in workers if (fact := _facts(worker).get("images"))]
+    if not facts:
+        return None, False
+    most, _ = Counter(text for text, _ in facts).most_common(1)[0]
+    fact = next(_facts(worker)["images"] for text, worker in facts if text == most)
+    wrong = any(worker.record.get("cause") == "image" for text, worker in facts if text == most)
+    return ImageRules.of(fact), wrong
 
 
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:

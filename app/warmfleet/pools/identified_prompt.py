@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.pools.identified_prompt")
 
+#: Reasons for which a chat with images, sound or unknown parts is not wholly known.
+MEDIA = frozenset(
+    {
+        *("parts", "audio", "video", "image_url", "image_id", "image_format", "image_header", "image_size"),
+        *("image_place", "image_wrong"),
+    }
+)
 BEGINNING_BLOCKS = 16  # number of first blocks; requests that share them go to one worker while Redis is away
 
 
@@ -67,16 +74,17 @@ class _Found(NamedTuple):
     identity_key: str = ""
 
 
-async def identify_here(request: Request, pool: Pool) -> IdentifiedPrompt:
+async def identify_here(request: Request, pool: Pool, *, probing: bool = False) -> IdentifiedPrompt:
     """Identify the prompt by the identity that this replica has loaded, without asking an engine. Never fails.
 
     Identifying may take seconds, so ``unable_workers`` is found by the reading that is the newest afterwards.
+    probing: images count as known even if a probe has failed with one.
     """
     view = pool.view
     try:
         found = await _reproduced(request, view)
     except NotReproducible as why:
-        found = await _in_part(request, view, why.reason)
+        found = await _with_media(request, view, why.reason, probing=probing)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
         found = _unknown(request, error)
     return _identified(found, request, pool.view)
@@ -95,6 +103,7 @@ def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View)
     """
     schemes = {hasher.scheme.scheme_id for hasher in view.hashers}
     alike = other.identity is view.identity and other.text == view.text and other.max_model_len == view.max_model_len
+    alike = alike and other.images == view.images and other.images_wrong == view.images_wrong
     if not alike or not all(hasher.scheme.scheme_id in schemes for hasher in other.hashers):
         return None
     if _lora(other, request) != _lora(view, request):
@@ -165,11 +174,30 @@ async def _reproduced(request: Request, view: View) -> _Found:
     return _Found(chains, tokens, kind, "", prompts, key)
 
 
+async def _with_media(request: Request, view: View, reason: str, *, probing: bool) -> _Found:
+    """Make the prompt of a chat with images as the engines will, or find its certain beginning.
+
+    The prompt itself is left out: no engine takes it as token ids.
+    """
+    rules, identity = view.images, view.identity
+    if reason != "parts" or request.unforeseen or rules is None or identity is None or request.endpoint != "chat":
+        return await _in_part(request, view, reason)
+    if view.images_wrong and not probing:
+        return await _in_part(request, view, "image_wrong")
+    try:
+        prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request))
+    except NotReproducible as why:
+        return await _in_part(request, view, why.reason)
+    except Exception as error:  # noqa: BLE001  a bug must not fail the request
+        return _unknown(request, error)
+    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key)
+
+
 async def _in_part(request: Request, view: View, reason: str) -> _Found:
     """Find the tokens with which a chat with images certainly begins, if any; the chat's length is estimated."""
     tokens = requests.estimated_tokens(request)
     chains: tuple[Chain, ...] = ()
-    if reason == "parts" and view.identity is not None and request.endpoint == "chat":
+    if reason in MEDIA and view.identity is not None and request.endpoint == "chat":
         try:
             ids, tokens = await view.identity.beginning(request)
             chains = tuple(chain for chain in _chains(view, request, ids) if chain.hashes)

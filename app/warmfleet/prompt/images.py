@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import binascii
 import hashlib
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,12 +17,14 @@ import pybase64
 from blake3 import blake3
 
 from warmfleet.prompt.image_header import header_of
-from warmfleet.prompt.media_prefix import MODALITIES
+from warmfleet.prompt.media_prefix import MODALITIES, REAL
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.protocol.image_tokens import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from warmfleet.protocol.wire import Media
 
     Frame = tuple[bytes, bytes]
 
@@ -36,6 +39,63 @@ class Item(NamedTuple):
 
     identifier: str
     tokens: int
+
+    @property
+    def mark(self) -> str:
+        """Stands for the image in a text. Equal marks are equal images; no text is cut within a mark."""
+        name = hashlib.blake2b(f"{self.tokens} {self.identifier}".encode(), digest_size=16).hexdigest()
+        return f"{REAL}{name}{REAL}"
+
+
+class Images:
+    """The images of one prompt: puts marks for them into its text, and their tokens into its ids."""
+
+    def __init__(self, rules: ImageRules, items: Sequence[Item], encode: Callable[[str], array[int]]) -> None:
+        """encode: text → ids, as for prompts without images."""
+        self._rules, self._items, self._encode = rules, items, encode
+        self._tokens = {item.mark.strip(REAL): item.tokens for item in items}
+
+    def marked(self, text: str) -> str:
+        """Put the mark of each image in place of the token that the template wrote. Raises NotReproducible."""
+        between = text.split(self._rules.token)
+        if len(between) != len(self._items) + 1 or REAL in text:
+            raise NotReproducible("image_place")
+        marks = [item.mark for item in self._items]
+        return "".join([part for pair in zip(between, [*marks, ""], strict=True) for part in pair])
+
+    def ids(self, text: str) -> array[int]:
+        """Return the ids of a marked text, with each image's token as often as the image has tokens."""
+        parts, token_id = text.split(REAL), self._rules.token_id
+        counts = [self._tokens[name] for name in parts[1::2]]
+        parts[1::2] = [self._rules.token] * len(counts)
+        ids, made, at = self._encode("".join(parts)), array("I"), 0
+        if ids.count(token_id) != len(counts):
+            raise NotReproducible("image_place")
+        for tokens in counts:
+            place = ids.index(token_id, at)
+            made += ids[at:place] + array("I", [token_id]) * tokens
+            at = place + 1
+        return made + ids[at:]
+
+    def places(self, parts: Sequence[array[int]]) -> list[Media]:
+        """Find the images in the ids of a prompt, which come in parts; no image is in two parts.
+
+        Raises NotReproducible if there are other tokens of images, such as special ones that begin every prompt.
+        """
+        found: list[Media] = []
+        token_id, begin = self._rules.token_id, 0
+        if sum(ids.count(token_id) for ids in parts) != sum(item.tokens for item in self._items):
+            raise NotReproducible("image_place")
+        waiting = list(reversed(self._items))
+        for ids in parts:
+            at, left = 0, ids.count(token_id)
+            while left > 0 and waiting:
+                item = waiting.pop()
+                at = ids.index(token_id, at)
+                found.append((begin + at, item.tokens, item.identifier))
+                at, left = at + item.tokens, left - item.tokens
+            begin += len(ids)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

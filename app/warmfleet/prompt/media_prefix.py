@@ -61,6 +61,19 @@ def variants(request: Request, form: Format, placeholders: Mapping[str, Any]) ->
     return [*made, (_without(request), _same)] if items and form == "openai" else made
 
 
+def as_engine(request: Request, form: Format, placeholders: Mapping[str, Any]) -> tuple[Request, Change, list[Any]]:
+    """Return the request to render as the engine does, the change to make, and the parts that are not text, in order.
+
+    Raises NotReproducible if a part is of an unknown type, or not in a message of the user.
+    """
+    items = [part for message in request.messages for part in _parts(message) if not is_text(part)]
+    users = [part for message in request.messages if message["role"] == "user" for part in _parts(message)]
+    if not all(map(_is_item, items)) or len(items) != sum(not is_text(part) for part in users):
+        raise NotReproducible("parts")
+    real, change = variants(request, form, placeholders)[0]
+    return real, change, items
+
+
 def agreed(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[list[int], int]:
     """Return the ids that the prompt certainly begins with, and about how many it has. texts: the rendered variants.
 

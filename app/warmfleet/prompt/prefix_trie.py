@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Chain, Hasher, Lora
     from warmfleet.prompt.cut_points import Cuts
+    from warmfleet.protocol.wire import Media
 
 NODE_BYTES = 900  # bytes of Python objects per node, beside its text, ids and hashes
 PIECE_BYTES = 260  # bytes of Python objects per piece
@@ -233,7 +234,8 @@ class Reading:
     """How a text becomes token ids and block hashes. Prompts share nodes only if their readings have the same ``key``.
 
     name: stands in the key for the tokenizer and the cut rules. encode: text → ids without
-    special tokens. prefix, suffix: the special tokens around them. key: of this reading's root in the trie.
+    special tokens. prefix, suffix: the special tokens around them. media: finds the images in the parts of a prompt's
+    ids, if it has any; equal texts must mean equal images. key: of this reading's root in the trie.
     """
 
     name: Hashable
@@ -244,6 +246,7 @@ class Reading:
     hashers: tuple[Hasher, ...] = ()
     salt: str | None = None
     lora: Lora = None
+    media: Callable[[Sequence[array[int]]], Sequence[Media]] | None = None
     key: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -301,15 +304,16 @@ class Trie:
         if reading.suffix:
             tail += reading.suffix
         total = tokens + len(ids) + len(tail)
+        media = reading.media([*[node.ids for node in path], ids, tail]) if reading.media is not None else ()
         if not cuts and last is path[0] and last in self._used:  # a prompt without a cut is not stored
             short = [
-                _chain(k, hasher, path, _packed(k, path, tail, reading)[1], total)
+                _chain(k, hasher, path, _packed(k, path, tail, reading, media)[1], total)
                 for k, hasher in enumerate(reading.hashers)
             ]
             return Prompt([last.ids, tail], total, tuple(short), tokens, path)
         chains, all_packed, hashes, ends = [], [], [], []
         for k, hasher in enumerate(reading.hashers):
-            packed, hashes_of_node, ends_of_pieces = _hashed(k, path, ids + tail, cuts, reading)
+            packed, hashes_of_node, ends_of_pieces = _hashed(k, path, ids + tail, cuts, reading, media)
             chains.append(_chain(k, hasher, path, packed, total))
             all_packed.append(packed[len(hashes_of_node) :])
             hashes.append(hashes_of_node)
@@ -453,7 +457,12 @@ def _chain(k: int, hasher: Hasher, path: Sequence[Node], packed: bytes, tokens: 
 
 
 def _hashed(
-    k: int, path: Sequence[Node], new: array[int], cuts: Sequence[tuple[int, int, int]], reading: Reading
+    k: int,
+    path: Sequence[Node],
+    new: array[int],
+    cuts: Sequence[tuple[int, int, int]],
+    reading: Reading,
+    media: Sequence[Media],
 ) -> tuple[bytes, bytes, list[bytes]]:
     """Hash the ids behind a path with hasher number ``k``. cuts: as in ``read``.
 
@@ -462,7 +471,7 @@ def _hashed(
     """
     hasher, last = reading.hashers[k], path[-1]
     before, end = hasher.blocks(last.tokens), last.ends[k]
-    digests, packed = _packed(k, path, new, reading)
+    digests, packed = _packed(k, path, new, reading, media)
     filled, ends = 0, []
     for _, _, tokens in cuts:
         filled = hasher.blocks(tokens) - before
@@ -470,11 +479,13 @@ def _hashed(
     return packed, packed[: HASH_BYTES * filled], ends
 
 
-def _packed(k: int, path: Sequence[Node], new: array[int], reading: Reading) -> tuple[list[bytes], bytes]:
+def _packed(
+    k: int, path: Sequence[Node], new: array[int], reading: Reading, media: Sequence[Media]
+) -> tuple[list[bytes], bytes]:
     """Hash the ids behind the last full block of a path with hasher number ``k``; return digests and block hashes."""
     hasher, last = reading.hashers[k], path[-1]
     ids = _open_block(path, hasher) + new if last.tokens else new
-    digests = hasher.digests(last.ends[k], hasher.blocks(last.tokens), ids, reading.salt, reading.lora)
+    digests = hasher.digests(last.ends[k], hasher.blocks(last.tokens), ids, reading.salt, reading.lora, media)
     return digests, hasher.packed(digests)
 
 

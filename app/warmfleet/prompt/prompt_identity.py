@@ -17,7 +17,8 @@ import orjson
 from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.dialects.messages_request import with_system_first
 from warmfleet.prompt.dialects.responses_request import with_names_first
-from warmfleet.prompt.media_prefix import agreed, variants
+from warmfleet.prompt.images import Images
+from warmfleet.prompt.media_prefix import agreed, as_engine, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import NO_IDS, Prompt, Reading, Trie
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Hasher, Lora
     from warmfleet.prompt.chat_template import ChatTemplate
+    from warmfleet.prompt.images import ImageRules
     from warmfleet.prompt.media_prefix import Change
     from warmfleet.prompt.messages import Format, Message
     from warmfleet.prompt.prefix_trie import Node
@@ -155,6 +157,31 @@ class Identity:
     async def token_ids(self, request: Request, inline_characters: int) -> list[list[int]]:
         """Make the ids alone, one list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
+
+    async def with_images(self, request: Request, rules: ImageRules, hashers: tuple[Hasher, ...], lora: Lora) -> Prompt:
+        """Make the prompt of a chat with images. Raises NotReproducible with the reason."""
+        template = self._template
+        if template is None or not self._multimodal:
+            raise NotReproducible("parts")
+        form = await template.ready() if template.local is None else template.local.content_format
+        variant, change, parts = as_engine(request, form, self._placeholders)
+        text = await self._variant(template, form, variant, change)
+
+        def read() -> Prompt:
+            base = self._readings[request.add_special_tokens]
+            images = Images(rules, [rules.item(part, request.media_id) for part in parts], base.encode)
+            reading = replace(
+                base,
+                name=("images", base.name, rules.token_id),  # not that of texts, in which a client may write a mark
+                encode=images.ids,
+                hashers=hashers,
+                salt=request.salt,
+                lora=lora,
+                media=images.places,
+            )
+            return self._read_now(images.marked(text), reading)
+
+        return await self._in_executor(read)
 
     async def beginning(self, request: Request) -> tuple[list[int], int]:
         """Return the certain first ids of a chat with images, and about how many it has. Raises NotReproducible."""

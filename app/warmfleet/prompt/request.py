@@ -19,7 +19,7 @@ from warmfleet.prompt.lax_values import flag, whole
 from warmfleet.prompt.messages import is_text
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 #: The form of a request's prompt. The prompt of an ``unread`` request is not identified.
 Endpoint = Literal["completions", "chat", "unread"]
@@ -45,6 +45,7 @@ UNFORESEEABLE = {
     "prompt_logprobs": "prompt_logprobs",  # such requests skip the cache
     "truncate_prompt_tokens": "truncation",
     "mm_processor_kwargs": "parts",
+    "media_io_kwargs": "parts",
     "suffix": "suffix",
 }
 #: Fields for which the engine needs the text of the prompt: such a request is never handed off as token ids.
@@ -97,6 +98,7 @@ class Request:
     id in the body, which vLLM uses if no header has one. follows: the id of the answer that the request goes on
     from or is about, and that one engine keeps. from_json: the body is a JSON object, so every engine reads the same
     model in it. labels: from a header, each ``name=value``; the request's worker must have all of them.
+    media_id: gives the id that the engine gets in place of the client's id of an image.
     """
 
     endpoint: Endpoint
@@ -124,6 +126,7 @@ class Request:
     follows: str = ""
     from_json: bool = True
     labels: frozenset[str] = NO_LABELS
+    media_id: Callable[[str], str] | None = None
 
     @property
     def declares_tools(self) -> bool:

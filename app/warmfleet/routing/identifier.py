@@ -46,7 +46,9 @@ class Identifier:
             for each in prompt.prompts:
                 known.inc(each.known_tokens)
                 new.inc(each.tokens - each.known_tokens)
-        if prompt.kind == "load":
+        if prompt.kind == "prefix":
+            self._metrics.prefix_only.labels(prompt.reason, pool.tag).inc()
+        elif prompt.kind == "load":
             self._metrics.load_only.labels(prompt.reason, pool.tag).inc()
             if (pool.tag, prompt.reason) not in self._logged:
                 self._logged.add((pool.tag, prompt.reason))

@@ -17,7 +17,7 @@ from warmfleet.prompt import media_ids
 from warmfleet.prompt.json_splice import with_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from warmfleet.prompt.request import Request
 
@@ -74,6 +74,7 @@ class Tenancy:
         if not self._key:
             return body
         if _may_name_media(request):
+            request.media_id = self.media_names(tenant)
             body = media_ids.renamed(body, partial(self.media_id, tenant))
         salt = self.salt(tenant, request.salt) if request.takes_salt else request.salt
         if salt == request.salt:
@@ -93,6 +94,10 @@ class Tenancy:
     def salt(self, tenant: bytes, own: str | None) -> str | None:
         """Return the salt of a tenant's request. own: the client's own salt, which divides the tenant further."""
         return self._derived(b"", tenant, own or "") if self._key else own
+
+    def media_names(self, tenant: bytes) -> Callable[[str], str] | None:
+        """Return ``media_id`` of this tenant; None if tenants are not kept apart."""
+        return partial(self.media_id, tenant) if self._key else None
 
     def media_id(self, tenant: bytes, own: str) -> str:
         """Return the id by which engines know the image, audio or video that the tenant calls ``own``."""

@@ -12,9 +12,10 @@ from tests.support.engines.simulated import TEMPLATE, Kind, simulated
 from tests.support.engines.simulated import identity as simulated_identity
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
+from tests.support.requests.image_rules import fact as image_fact
 
 from warmfleet.background import prober as probe
-from warmfleet.background.probe import WRONG, Probe, Result
+from warmfleet.background.probe import WRONG, Probe, Result, random_image
 from warmfleet.fleet import Flag
 from warmfleet.prompt import tokenizer as encoder
 
@@ -71,6 +72,45 @@ async def test_workers_that_announce_something_false_are_routed_by_load_only(val
         assert await router.metric('warmfleet_workers{state="identity"}') == 5
         assert "does not render a chat" in (await router.get("/workers"))[1].decode()
         await router.unloaded()
+
+
+@pytest.mark.parametrize("counted", [30, 31])
+async def test_a_worker_that_hashes_or_counts_images_otherwise_keeps_its_texts(
+    counted: int, valkey_url: str, model: str
+) -> None:
+    """The engine has the announced token, but no image in its hashes."""
+    token_id = simulated_identity().tokenizer.token_to_id("\u0100")  # byte-level BPE writes a zero byte so
+    rule = image_fact("m", token="\0", token_id=token_id, parameters={"tokens": 30})
+    facts = {"multimodal": True, "placeholders": {"image": "\0"}, "images": rule}
+    async with simulated(valkey_url, model, facts=facts) as engine:
+        tokenizer = engine.engine.tokenizer
+        chat_ids = tokenizer.chat_ids
+
+        def with_images(body: dict[str, Any]) -> list[int]:
+            """vLLM puts images in front of a message's text."""
+            made = []
+            for message in body["messages"]:
+                parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+                texts = [part.get("text", "\0") for part in sorted(parts, key=lambda part: "text" in part)]
+                made.append(message | {"content": "\n".join(texts)})
+            ids = chat_ids(body | {"messages": made})
+            return [each for one in ids for each in [one] * (counted if one == token_id else 1)]
+
+        tokenizer.chat_ids = with_images  # type: ignore[method-assign]
+        async with replica(valkey_url, model, blocks_timeout_s=1.0) as router:
+            view = (await proofs(router, eng="proven"))["eng"]
+            assert view.record["cause"] == "image"
+            assert view.record["reason"].startswith(WRONG["image"])
+            await router.routable(1)
+            looks = [{"type": "text", "text": "And why?"}, random_image()]
+            head = {"role": "system", "content": "The quick brown fox jumps over the lazy dog. " * 20}
+            body = {"model": model, "messages": [head, {"role": "user", "content": looks}], "max_tokens": 1}
+
+            async def known() -> bool:
+                explained = json.loads((await router.post(body, "/explain"))[2])
+                return (explained["identity"], explained["reason"]) == ("prefix", "image_wrong")
+
+            await poll(known, 10, "images are not trusted")
 
 
 async def test_a_worker_with_other_files_than_most_is_not_probed_until_most_have_them(

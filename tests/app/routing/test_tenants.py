@@ -14,6 +14,7 @@ from tests.support.replicas.replica import replica
 
 from warmfleet.__main__ import main
 from warmfleet.errors import BadArgument
+from warmfleet.prompt.request import parse
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.settings import Settings
 
@@ -172,6 +173,14 @@ def test_names_of_pictures_are_apart_from_each_other_and_from_salts() -> None:
     others += [tenancy.media_id(b"ap", "ic"), tenancy.media_id(b"", "apic"), str(tenancy.salt(b"a", "pic"))]
     others += [str(tenancy.salt(b"a", "media:pic")), Tenancy(KEY + "!", "x-tenant").media_id(b"a", "pic")]
     assert len({name, *others}) == len(others) + 1
+
+
+def test_a_picture_is_identified_by_the_name_that_the_engine_gets() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [json.loads(PART)]}]}).encode()
+    tenancy, request = Tenancy(KEY, "x-tenant"), parse("chat", body)
+    (part,) = json.loads(tenancy.isolate(request, body, b"a"))["messages"][0]["content"]
+    assert request.media_id is not None
+    assert part["uuid"] == request.media_id("pic") != "pic"
 
 
 async def test_a_gateway_is_refused_a_body_that_it_would_send_unchanged(valkey_url: str, model: str) -> None:

@@ -57,10 +57,11 @@ class Oracle:
         if isinstance(prompts, str):
             return {"refused": prompts}
         salt, lora = line["body"].get("cache_salt"), line.get("lora")
-        hashes = [[hashed(ids, scheme, salt, lora) for scheme in line["schemes"]] for ids in prompts]
-        return {"prompts": prompts, "hashes": hashes}
+        hashes = [[hashed(ids, scheme, salt, lora, media) for scheme in line["schemes"]] for ids, media in prompts]
+        return {"prompts": [ids for ids, _ in prompts], "media": [media for _, media in prompts], "hashes": hashes}
 
-    async def _render(self, endpoint: str, body: dict[str, Any]) -> list[list[int]] | str:
+    async def _render(self, endpoint: str, body: dict[str, Any]) -> list[tuple[list[int], list[Any]]] | str:
+        """Return each prompt's token ids, and its images with their places; or vLLM's reason for a refusal."""
         from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -78,12 +79,22 @@ class Oracle:
             made = await serving.render_completion_request(CompletionRequest.model_validate(body))
         if hasattr(made, "error"):
             return str(made.error.message)[:300]
-        return [list(item.token_ids) for item in (made if isinstance(made, list) else [made])]
+        return [(list(item.token_ids), images(item)) for item in (made if isinstance(made, list) else [made])]
 
 
-def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] | None) -> str:
+def images(rendered: Any) -> list[Any]:
+    """Return the offset, the length and the identifier of each image in a rendered prompt."""
+    features = rendered.features
+    if features is None:
+        return []
+    places, items = features.mm_placeholders["image"], features.mm_hashes["image"]
+    return [[place.offset, place.length, item] for place, item in zip(places, items, strict=True)]
+
+
+def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] | None, media: list[Any]) -> str:
     """Return the last 8 bytes of every block hash of this prompt, in base64. scheme: [algorithm, tokens]."""
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
@@ -98,6 +109,10 @@ def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] 
         pooling_params=None,
         lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
         cache_salt=salt,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", item.encode().decode(), PlaceholderRange(offset, length), item)
+            for offset, length, item in media
+        ],
         block_hasher=kv_cache_utils.get_request_block_hasher(scheme[1], function),
     )
     return base64.b64encode(b"".join(value[-HASH_BYTES:] for value in request.block_hashes)).decode()

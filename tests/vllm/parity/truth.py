@@ -11,6 +11,7 @@ from warmfleet.errors import BadRequest
 from warmfleet.prompt.block_hashes import MAX_BLOCKS, Hasher
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
+from warmfleet.prompt.images import ImageRules
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.protocol.wire import HASH_BYTES, Scheme
 
@@ -96,7 +97,7 @@ async def compare(
             counts.refused[answer["refused"][:60]] += 1
             continue
         try:
-            request, made = await _routed(identity, ask, hashers)
+            request, made = await _routed(identity, ask, hashers, truth.models[identity.key]["facts"].get("images"))
         except (NotReproducible, BadRequest) as error:
             reason = error.reason if isinstance(error, NotReproducible) else f"400 {error}"
             counts.fallback[reason] += 1
@@ -110,10 +111,15 @@ async def compare(
     return counts
 
 
-async def _routed(identity: Identity, ask: RandomRequest, hashers: tuple[Hasher, ...]) -> tuple[Request, list[Prompt]]:
+async def _routed(
+    identity: Identity, ask: RandomRequest, hashers: tuple[Hasher, ...], images: Any
+) -> tuple[Request, list[Prompt]]:
     request = bodies.parse(PATHS[ask.endpoint], ask.raw)
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
+    rules = ImageRules.of(images)
+    if rules is not None and b'"image' in ask.raw:
+        return request, [await identity.with_images(request, rules, hashers, ask.lora)]
     return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)
 
 

@@ -116,6 +116,7 @@ FACTS: dict[str, Check] = {
     "takes_priority": _flag,
     "loras": _object_of(_text),
     "ranks": _count,
+    "images": _object,
 }
 SERVER: dict[str, Check] = {
     "nonce": _text,

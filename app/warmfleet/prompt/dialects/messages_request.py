@@ -136,8 +136,17 @@ def _result(block: Json) -> list[Json]:
 
 
 def _images(blocks: list[Json]) -> list[Json]:
-    """Make parts that stand for images, but without data, because no hash of a block behind an image can be known."""
-    return [{"type": "image_url", "image_url": {"url": "data:"}} for block in blocks if block.get("source")]
+    """Make the parts that the engine makes of images."""
+    sources = [block["source"] for block in blocks if block.get("source")]
+    return [{"type": "image_url", "image_url": {"url": _url(source)}} for source in sources]
+
+
+def _url(source: Any) -> str:
+    if not isinstance(source, dict):
+        raise NotReproducible("content")
+    if source.get("type") == "url":
+        return str(source.get("url", ""))
+    return f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
 
 
 def _tool(tool: Any) -> Json:

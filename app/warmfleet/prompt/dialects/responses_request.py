@@ -15,6 +15,7 @@ Json = dict[str, Any]
 SAME = (
     *("model", "stream", "cache_salt", "chat_template_kwargs", "priority", "prompt_cache_key", "request_id"),
     "mm_processor_kwargs",
+    "media_io_kwargs",
 )
 #: Field of the body → reason. With such a field the prompt is not wholly in the body.
 ELSEWHERE = {"previous_response_id": "previous_response", "previous_input_messages": "previous_response"}
@@ -125,7 +126,7 @@ def _content(content: Any) -> Any:
 def _part(part: Any) -> Json:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": "data:"}}
+        return {"type": "input_image", "image_url": part.get("image_url")}
     if kind not in TEXTS:
         raise NotReproducible("content")
     return {"type": kind, "text": _text(part.get("text"))}

@@ -1,0 +1,75 @@
+"""Random chats with pictures: the router's ids, images and block hashes against vLLM's own processor and hasher."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.requests.pictures import conversations
+from tests.vllm.inside import inside
+from tests.vllm.parity.test_parity import report
+from tests.vllm.parity.truth import Counts, Model, Truth, compare
+from tests.vllm.seeing import KINDS, vision, vision_model
+
+from warmfleet.metrics import Metrics
+from warmfleet.pools.identities import Identities
+from warmfleet.prompt.prefix_trie import Trie
+from warmfleet.untrusted.template_approval import Templates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1_800)]
+
+STRINGS = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+SCHEMES = [("sha256", 32), ("sha256_cbor", 16)]
+
+
+@pytest.fixture(scope="module")
+def seeing(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
+    """vLLM with two models that see, each with a template that loops over parts, and with one that does not."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "strings.jinja").write_text(STRINGS)
+    models = {kind: Model(vision_model(kind)) for kind in KINDS}
+    strings = ("--chat-template", str(folder / "strings.jinja"))
+    models |= {f"{kind} of texts": Model(models[kind].folder, strings) for kind in KINDS}
+    settings = ("--media-io-kwargs", '{"image": {"rgba_background_color": [0, 9, 255]}}')
+    limits = ("--mm-processor-kwargs", '{"min_pixels": 12544, "max_pixels": 31360}')
+    models["settings"] = Model(models["qwen2_vl"].folder, (*settings, *limits))
+    with inside(folder, str(vision())) as vllm:
+        yield Truth(vllm, models)
+
+
+async def counted(truth: Truth, model: str, seeds: range, each: int) -> Counts:
+    total = Counts()
+    with ThreadPoolExecutor(1) as executor:
+        templates = Templates(Metrics(), approved="*")
+        identity = await truth.identity(Identities(executor, Trie(10**7), templates), model)
+        for seed in seeds:
+            counts = await compare(truth, identity, conversations(seed, each), SCHEMES)
+            total.equal += counts.equal
+            total.blocks += counts.blocks
+            total.refused += counts.refused
+            total.fallback += counts.fallback
+            total.different += counts.different
+        await templates.close()
+    report(model, total)
+    assert not total.different
+    assert not total.refused
+    return total
+
+
+@pytest.mark.parametrize("model", [*KINDS, *[f"{kind} of texts" for kind in KINDS], "settings"])
+async def test_ids_images_and_hashes_equal_vllm(seeing: Truth, model: str) -> None:
+    counts = await counted(seeing, model, range(2), 40)
+    assert not counts.fallback
+
+
+@pytest.mark.long(
+    minutes=1, shows="1,000 random chats with pictures through vLLM's own processor and hasher: the same block hashes"
+)
+@pytest.mark.parametrize("model", KINDS)
+async def test_a_thousand_chats_with_pictures_equal_vllm(seeing: Truth, model: str) -> None:
+    counts = await counted(seeing, model, range(10, 15), 100)
+    assert counts.equal == 500

@@ -1,0 +1,58 @@
+"""Models that see images, and the packages that vLLM needs to serve them, made or downloaded at their first use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+from tests.vllm.engine import ROOT, TRUTH, VENV
+from tests.vllm.trees import installed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KINDS = ("llava", "qwen2_vl")
+#: What vLLM imports for models that see, with what these need: torchvision for Qwen2-VL, mistral-common for LLaVA.
+VISION: tuple[str, ...] = (
+    "torchvision==0.28.0",
+    "mistral-common==1.13.1",
+    "jsonschema",
+    "referencing",
+    "rpds-py",
+    "attrs",
+)
+VISION += ("jsonschema-specifications", "pydantic-extra-types", "pycountry", "tiktoken", "regex")
+VISION += ("requests", "charset-normalizer", "urllib3", "idna", "certifi")
+#: Declares the two operators that torchvision's Python code names, because its compiled code needs CUDA.
+OPERATORS = """
+if not _has_ops():
+    import torch as _torch
+
+    _library = _torch.library.Library("torchvision", "DEF")
+    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def vision() -> Path:
+    """The folder with what vLLM imports for models that see (40 MB)."""
+    folder = installed("vllm-vision", *VISION)
+    extension = folder / "torchvision" / "extension.py"
+    if OPERATORS not in (text := extension.read_text()):
+        extension.write_text(text + OPERATORS)
+    return folder
+
+
+def vision_model(kind: str) -> Path:
+    """The folder of a tiny model of this kind."""
+    model = ROOT / "models" / f"tiny-{kind}"
+    if not (model / "processor_config.json").exists():
+        script, environment = ROOT / "tests" / "vllm" / "vision_model.py", {"PYTHONPATH": str(vision())}
+        subprocess.run([VENV / "bin" / "python", script, model, kind], check=True, env=environment)
+    return model
+
+
+def environment() -> dict[str, str]:
+    """Environment of an engine that serves such a model."""
+    return {"PYTHONPATH": os.pathsep.join([str(TRUTH), str(ROOT / "worker_plugin"), str(vision())])}

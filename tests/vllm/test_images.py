@@ -1,0 +1,68 @@
+"""Real engines that see: of random chats with pictures, as much is cached as a router predicts, under eviction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.requests.pictures import conversations
+from tests.vllm.engine import SERVED_NAME, EngineOptions, running
+from tests.vllm.replicas import replicas
+from tests.vllm.seeing import KINDS, environment, vision_model
+
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(minutes=3, shows="1,000 chats with pictures on real vLLM: predicted = cached, and counted alike"),
+    pytest.mark.timeout(2_400),
+]
+
+CHATS = 500
+#: Transformers 5 writes LLaVA's weights under names that vLLM does not read; random ones do as well.
+WEIGHTS = {"llava": ("--load-format", "dummy"), "qwen2_vl": ()}
+SEES = ("--limit-mm-per-prompt", '{"image":64,"video":0}', "--skip-mm-profiling")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_pictures_are_matched_to_the_token(kind: str) -> None:
+    asked = [ask for ask in conversations(50, 2 * CHATS) if ask.endpoint == "chat" and ask.lora is None][:CHATS]
+    hits, wrong, last = 0, [], {"tokens": 0}
+    with server(valkey_binary()) as redis_url:
+        options = EngineOptions(
+            redis_url=redis_url,
+            model=vision_model(kind),
+            arguments=(*SEES, *WEIGHTS[kind]),
+            environment=environment(),
+        )
+        with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
+            fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
+            [view] = await fleet.workers.read()
+            assert (view.proof, view.record.get("cause")) == ("proven", ""), view.record.get("reason")
+
+            async def indexed() -> bool:
+                [view] = await fleet.workers.read()
+                held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
+                return not view.load.in_flight and held == {key[-12:-4] for key in engine.table()}
+
+            async with httpx.AsyncClient(timeout=120) as client:
+                for number, ask in enumerate(asked):
+                    await poll(indexed, 60, "index == the engine's table")
+                    body = ask.body | {"model": SERVED_NAME, "max_tokens": 1, "temperature": 0}
+                    answer = await client.post(url + "/v1/chat/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                    usage, told = answer.json()["usage"], answer.headers
+                    cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+                    predicted = int(told["x-warmfleet-matched-tokens"]), int(told["x-warmfleet-prompt-tokens"])
+                    if predicted != (cached, usage["prompt_tokens"]):
+                        wrong.append((number, predicted, cached, usage["prompt_tokens"]))
+                    hits += cached > 0
+                    last["tokens"] += usage["prompt_tokens"]
+            await fleet.close()
+    print(f"{kind}: {len(asked)} chats of {last['tokens']} tokens, {hits} found a part cached, differences: {wrong}")
+    assert len(wrong) <= CHATS // 1_000
+    assert hits > CHATS // 4
