@@ -6,8 +6,8 @@ import os
 import subprocess
 from typing import TYPE_CHECKING
 
+from tests.vllm import trees
 from tests.vllm.engine import ROOT, TRUTH, VENV
-from tests.vllm.trees import installed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,7 @@ if not _has_ops():
 
 def vision() -> Path:
     """The folder with what vLLM imports for models that see (40 MB)."""
-    folder = installed("vllm-vision", *VISION)
+    folder = trees.installed("vllm-vision", *VISION)
     extension = folder / "torchvision" / "extension.py"
     if OPERATORS not in (text := extension.read_text()):
         extension.write_text(text + OPERATORS)
@@ -53,6 +53,11 @@ def vision_model(kind: str) -> Path:
     return model
 
 
-def environment() -> dict[str, str]:
-    """Environment of an engine that serves such a model."""
-    return {"PYTHONPATH": os.pathsep.join([str(TRUTH), str(ROOT / "worker_plugin"), str(vision())])}
+def environment(version: str = "") -> dict[str, str]:
+    """Environment of an engine that serves such a model. version: of vLLM; empty: the installed one."""
+    of_version = trees.environment(trees.tree(version)) if version else {}
+    kept = ("VLLM_CACHE_ROOT", "VLLM_TARGET_DEVICE", "VLLM_CPU_KVCACHE_SPACE")
+    path = of_version.get("PYTHONPATH", str(ROOT / "worker_plugin"))
+    return {name: of_version[name] for name in kept if version} | {
+        "PYTHONPATH": os.pathsep.join([str(TRUTH), path, str(vision())])
+    }

@@ -6,10 +6,9 @@ some 100 us. An image that is not surely read as Pillow reads it raises NotRepro
 
 from __future__ import annotations
 
+import re
 import struct
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from PIL import Image, ImageOps
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from warmfleet.prompt.messages import NotReproducible
 
@@ -24,6 +23,12 @@ MAX_PARTS = 4_096  # most chunks of a PNG or blocks of a GIF before its first fr
 MAX_SEGMENTS = 256  # most segments of a JPEG before its pixels, and most chunks of a WebP
 #: Texts in a PNG that may turn the image.
 TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type ")
+#: Begin of EXIF -> byte order, in the words of ``struct``; type of an entry -> a single number of this type.
+ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+NUMBERS = {3: "H", 4: "I"}
+BYTES = 1  # a type whose value Pillow does not take for a number
+ORIENTATION = 0x0112
+TURN = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 EXIF, XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 
 
@@ -42,27 +47,47 @@ def header_of(data: bytes) -> Header:
         raise NotReproducible("image_format")
     try:
         header, info = reader(data)
-    except (struct.error, IndexError, ValueError) as error:
+        turned = bool(info) and _orientation(info) in (5, 6, 7, 8)
+    except (struct.error, IndexError, KeyError, ValueError) as error:
         raise NotReproducible("image_header") from error
     if not header.width or not header.height:
         raise NotReproducible("image_header")
-    return Header(header.height, header.width, header.kind) if info and _lies(info) else header
+    return Header(header.height, header.width, header.kind) if turned else header
 
 
-def _lies(info: dict[str, Any]) -> bool:
-    """Return whether Pillow exchanges width and height of an image with this metadata, as vLLM lets it do."""
-    probe = Image.new("1", (1, 2))
-    probe.info.update(info)
-    try:
-        return ImageOps.exif_transpose(probe).size != (1, 2)
-    except Exception:  # noqa: BLE001  broken metadata raise any error, after which vLLM uses the image as it is
-        return False
+def _orientation(info: dict[str, bytes]) -> int:
+    """Return the orientation in an image's metadata, 1 if there is none: in EXIF's first directory, else in XMP.
+
+    Pillow would copy the value of every entry, and the entries of 64 kB may name 300 MB.
+    """
+    exif = info.get("exif", b"")
+    while exif.startswith(EXIF):
+        exif = exif[len(EXIF) :]
+    found = None
+    if exif:
+        order = ORDERS.get(exif[:4])
+        if order is None:
+            return 1  # Pillow raises an error, after which vLLM takes the image as it is
+        (at,) = struct.unpack_from(f"{order}I", exif, 4)
+        (count,) = struct.unpack_from(f"{order}H", exif, at)
+        if count > MAX_SEGMENTS:
+            raise ValueError("too many entries")
+        for entry in range(at + 2, at + 2 + 12 * count, 12):
+            tag, kind, length = struct.unpack_from(f"{order}HHI", exif, entry)
+            if tag == ORIENTATION:
+                if length != 1:
+                    raise ValueError("several orientations")
+                (found,) = (1,) if kind == BYTES else struct.unpack_from(order + NUMBERS[kind], exif, entry + 8)
+    if found is None:
+        match = TURN.search(info.get("xmp", b""))
+        found = int(match[1]) if match else 1
+    return int(found)
 
 
-def _png(data: bytes) -> tuple[Header, dict[str, Any]]:
+def _png(data: bytes) -> tuple[Header, dict[str, bytes]]:
     width, height, _, colour = struct.unpack_from(">IIBB", data, 16)
     kind: Kind = "rgb" if colour == 2 else "other"
-    info: dict[str, Any] = {}
+    info: dict[str, bytes] = {}
     for name, at, length in _png_chunks(data):
         if name == b"tRNS" and kind == "rgb":
             kind = "clear"
@@ -87,8 +112,8 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
     raise ValueError("too many chunks")
 
 
-def _jpeg(data: bytes) -> tuple[Header, dict[str, Any]]:
-    header, info, at = None, dict[str, Any](), 2
+def _jpeg(data: bytes) -> tuple[Header, dict[str, bytes]]:
+    header, info, at = None, dict[str, bytes](), 2
     for _ in range(MAX_SEGMENTS):
         mark, marker, length = struct.unpack_from(">BBH", data, at)
         if mark == marker == 0xFF:  # a byte of padding
@@ -110,7 +135,7 @@ def _jpeg(data: bytes) -> tuple[Header, dict[str, Any]]:
     raise ValueError("no pixels")
 
 
-def _gif(data: bytes) -> tuple[Header, dict[str, Any]]:
+def _gif(data: bytes) -> tuple[Header, dict[str, bytes]]:
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     in_extension = False
@@ -127,8 +152,8 @@ def _gif(data: bytes) -> tuple[Header, dict[str, Any]]:
     raise ValueError("no frame")
 
 
-def _webp(data: bytes) -> tuple[Header, dict[str, Any]]:
-    size, clear, moving, info, at = None, False, False, dict[str, Any](), 12
+def _webp(data: bytes) -> tuple[Header, dict[str, bytes]]:
+    size, clear, moving, info, at = None, False, False, dict[str, bytes](), 12
     for _ in range(MAX_SEGMENTS):
         if at >= len(data) and size is not None:
             return Header(*size, "other" if clear else "rgb"), info

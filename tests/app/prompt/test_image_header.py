@@ -55,6 +55,27 @@ def test_a_text_that_may_turn_a_png_makes_it_unknown() -> None:
         header_of(out.getvalue())
 
 
+def camera(exif: bytes) -> bytes:
+    """The begin of a JPEG with this EXIF."""
+    out = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(out, "JPEG", exif=b"Exif\0\0" + exif)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [b"", b"junk", b"II*\0", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"]
+    + [b"II*\0\x08\0\0\0\x01\0\x12\x01%c\0\x01\0\0\0\x08\0\0\0\0\0\0\0" % kind for kind in (1, 3, 4)]
+    + [b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x09\0\0\0\0\0\0\0"],
+)
+def test_odd_metadata_turn_an_image_as_pillow_does_or_make_it_unknown(exif: bytes) -> None:
+    data = camera(exif)
+    try:
+        assert header_of(data) == pillow(data)
+    except NotReproducible:
+        assert exif == b"II*\0"
+
+
 def test_broken_and_hostile_images_are_unknown_and_cost_nothing() -> None:
     rng, began, reasons = random.Random(6), time.perf_counter(), set()
     hostile = [
@@ -64,6 +85,8 @@ def test_broken_and_hostile_images_are_unknown_and_cost_nothing() -> None:
         b"GIF89a" + b"\0" * 7 + b"\x21\xfe" + b"\x01a" * 1_000_000,
         b"RIFF\0\0\0\0WEBP" + b"junk\0\0\0\0" * 500_000,
         b"BM" + b"\0" * 100,
+        camera(b"II*\0\x08\0\0\0\x50\x14" + b"\x02\x01\x02\0\0\xe0\0\0\x08\0\0\0" * 5_200),  # names 300 MB
+        camera(b"II*\0\x08\0\0\0\xff\xff" + b"\x12\x01\x03\0" * 16_000),
         b"",
     ]
     for _ in range(2_000):
