@@ -44,7 +44,8 @@ class IdentifiedPrompt:
     ``text`` (workers are matched by the text), ``prefix`` (only the beginning is known) or ``load`` (nothing is known).
     ``reason`` says why a prompt is not wholly known; it is empty for a prompt that is.
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
-    template that made them. ``unable_workers`` cannot serve the request at all.
+    template that made them. ``unable_workers`` cannot serve the request at all. ``has_media``: there are images among
+    the tokens, so no engine takes the prompt as token ids.
     """
 
     chains: tuple[Chain, ...]
@@ -56,6 +57,7 @@ class IdentifiedPrompt:
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
     unable_workers: tuple[str, ...] = ()
+    has_media: bool = False
 
     @property
     def beginning(self) -> bytes:
@@ -72,6 +74,7 @@ class _Found(NamedTuple):
     reason: str = ""
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
+    has_media: bool = False
 
 
 async def identify_here(request: Request, pool: Pool, *, probing: bool = False) -> IdentifiedPrompt:
@@ -118,11 +121,13 @@ def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedP
 
 
 def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt:
-    chains, prompt_tokens, kind, reason, prompts, identity_key = found
+    chains, prompt_tokens, kind, reason, prompts, identity_key, has_media = found
     count = len(request.prompts) or 1
     decode_tokens = requests.decode_tokens(request, prompt_tokens)
     barred = _barred(request, view, prompts, count, prompt_tokens)
-    return IdentifiedPrompt(chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred)
+    return IdentifiedPrompt(
+        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, has_media
+    )
 
 
 def _barred(
@@ -175,10 +180,7 @@ async def _reproduced(request: Request, view: View) -> _Found:
 
 
 async def _with_media(request: Request, view: View, reason: str, *, probing: bool) -> _Found:
-    """Make the prompt of a chat with images as the engines will, or find its certain beginning.
-
-    The prompt itself is left out: no engine takes it as token ids.
-    """
+    """Make the prompt of a chat with images as the engines will, or find its certain beginning."""
     rules, identity = view.images, view.identity
     if reason != "parts" or request.unforeseen or rules is None or identity is None or request.endpoint != "chat":
         return await _in_part(request, view, reason)
@@ -190,7 +192,7 @@ async def _with_media(request: Request, view: View, reason: str, *, probing: boo
         return await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug must not fail the request
         return _unknown(request, error)
-    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key)
+    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key, has_media=True)
 
 
 async def _in_part(request: Request, view: View, reason: str) -> _Found:

@@ -26,6 +26,9 @@ from warmfleet.engines import followed_stream
 from warmfleet.engines.followed_stream import FollowedStream, KeptIds
 from warmfleet.errors import UpstreamGone
 from warmfleet.pools import outliers
+from warmfleet.pools.identified_prompt import IdentifiedPrompt
+from warmfleet.prompt.request import parse
+from warmfleet.routing.call import Job
 from warmfleet.routing.recovery import continuation, retries
 from warmfleet.routing.recovery.continuation import continuable, takes
 from warmfleet_worker.tracker import Tracker
@@ -458,6 +461,20 @@ def test_with_such_a_field_the_ids_do_not_decide_how_an_answer_goes_on(more: dic
     plain = BODIES[CHAT] | {"stream": True, "temperature": 0, "seed": 3, "stop": None, "n": 1, "tools": []}
     assert continuable(plain)
     assert not continuable(plain | more)
+
+
+def test_a_prompt_with_images_does_not_go_on() -> None:
+    """No engine takes such a prompt as token ids."""
+    made = object.__new__(continuation.Continuation)
+    made._greedy_ones, made._kept = True, KeptIds()
+    body = BODIES[CHAT] | {"stream": True, "temperature": 0}
+    call = SimpleNamespace(
+        body=json.dumps(body).encode(), hints=SimpleNamespace(continues=None), path=SimpleNamespace(form="chat")
+    )
+    for has_media in (False, True):
+        prompt = IdentifiedPrompt((), 20, 1, "exact", has_media=has_media)
+        job = Job(call, parse("chat", call.body), call.body, None, prompt, ())  # type: ignore[arg-type]
+        assert (made.prepared(job).continuable is None) == has_media
 
 
 # ---------------------------------------------------------------- the reader of a stream

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.routing.recovery.continuation")
 
-IDENTIFIED = ("exact", "engine")  # kinds of prompts that consist of token ids alone, without images
+IDENTIFIED = ("exact", "engine")  # kinds of prompts whose token ids are known
 COMPLETIONS_MAX_TOKENS = 16  # vLLM's default of max_tokens for completions; chats have no default
 #: Fields with which a request may be continued. With others, the rest of an answer may depend on more than its ids.
 CONTINUABLE = frozenset(
@@ -105,7 +105,7 @@ class Continuation:
         data = decoded(call.body)
         if not (asked or whole(data.get("temperature")) == 0) or not continuable(data):
             return job
-        if job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
+        if job.prompt.has_media or job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
             return job
         limit, least = request.max_tokens, whole(data.get("min_tokens")) or 0
         if request.endpoint == "completions" and limit is None:
