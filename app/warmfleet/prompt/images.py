@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256, "sha512": hashlib.sha512}
 KINDS = frozenset({"rgb", "clear", "other"})
 MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
-MAX_TOKENS = 2**20  # most tokens of an image; a lie about the formula must not cost memory
+MAX_TOKENS = 2**20  # most tokens of a prompt's images; a lie about their sizes must not cost memory
+MAX_IMAGES = 512  # most images of a prompt, because each block's images are searched among all
 
 
 class Item(NamedTuple):
@@ -51,7 +52,9 @@ class Images:
     """The images of one prompt: puts marks for them into its text, and their tokens into its ids."""
 
     def __init__(self, rules: ImageRules, items: Sequence[Item], encode: Callable[[str], array[int]]) -> None:
-        """encode: text → ids, as for prompts without images."""
+        """encode: text → ids, as for prompts without images. Raises NotReproducible for too many tokens."""
+        if sum(item.tokens for item in items) > MAX_TOKENS:
+            raise NotReproducible("image_size")
         self._rules, self._items, self._encode = rules, items, encode
         self._tokens = {item.mark.strip(REAL): item.tokens for item in items}
 

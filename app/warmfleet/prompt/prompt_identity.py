@@ -17,7 +17,7 @@ import orjson
 from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.dialects.messages_request import with_system_first
 from warmfleet.prompt.dialects.responses_request import with_names_first
-from warmfleet.prompt.images import Images
+from warmfleet.prompt.images import MAX_IMAGES, Images
 from warmfleet.prompt.media_prefix import agreed, as_engine, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import NO_IDS, Prompt, Reading, Trie
@@ -165,6 +165,8 @@ class Identity:
             raise NotReproducible("parts")
         form = await template.ready() if template.local is None else template.local.content_format
         variant, change, parts = as_engine(request, form, self._placeholders)
+        if len(parts) > MAX_IMAGES:
+            raise NotReproducible("image_size")
         text = await self._variant(template, form, variant, change)
 
         def read() -> Prompt:

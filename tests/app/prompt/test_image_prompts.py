@@ -164,6 +164,17 @@ async def test_an_image_in_another_place_than_a_users_message_is_unknown(
             await identity(encoder, executor).with_images(request, rules(token_id=token_id), (), None)
 
 
+@pytest.mark.parametrize(("count", "tokens"), [(2, 2**19 + 1), (513, 1)])
+async def test_many_images_or_tokens_of_images_cost_nothing(
+    count: int, tokens: int, seeing: tuple[Encoder, int], executor: ThreadPoolExecutor
+) -> None:
+    encoder, token_id = seeing
+    request = parse("chat", json.dumps({"messages": [{"role": "user", "content": [part(RGB)] * count}]}).encode())
+    given = rules(token_id=token_id, parameters={"tokens": tokens})
+    with pytest.raises(NotReproducible, match="image_size"):
+        await identity(encoder, executor).with_images(request, given, (), None)
+
+
 def test_places_of_images_in_parts() -> None:
     items = [Item("a", 2), Item("b", 1), Item("c", 2)]
     images = Images(rules(), items, lambda _: array("I"))
