@@ -1,7 +1,7 @@
 --[[
-apply: applies the next entries of one worker's stream to the index: stored, removed, chunk, heartbeat and progress, in
-the order of the stream. It stops before an entry for apply_control: one that changes the worker's slots, or one that
-shows that the stream was made anew or breaks the rules.
+apply: applies the next entries of one worker's stream to the index: stored, removed, chunk, heartbeat, progress and
+digests, in the order of the stream. It stops before an entry for apply_control: one that changes the worker's slots, or
+one that shows that the stream was made anew or breaks the rules.
 
 Guarantee: each entry is applied exactly once, whichever replicas call apply and however often: the call that applies
 an entry also moves the cursor and trims the entry. A stream changes only the slots, the record, the row and the leases
@@ -13,11 +13,11 @@ Returns: {entries that were applied, block hashes in these entries, next, suspec
       next: 0 NOTHING (the stream is empty), 1 APPLY (call apply again), 2 CONTROL (call apply_control)
       suspect: 1 if this call found a sign that the engine hashes otherwise, so that a probe is due (apply/progress)
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128
-Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, s:<slot>, x:<hash>,
-      c:<slot>:<id>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, e:<hash>, s:<slot>,
+      x:<hash>, c:<slot>:<id>
 --]]
 local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
-  counts_key, tick_key = unpack(KEYS)
+  counts_key, tick_key, sets_key = unpack(KEYS)
 local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -76,8 +76,10 @@ end
 
 local operation = {} -- name -> function(data, time in ms), which returns false if the data is malformed
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
-add_block_events(state, operation, count, lost)
+local change, room = add_block_events(state, operation, count, lost)
 add_progress(state, operation, lease_key, count, parse_list, integers)
+local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL, sets_key, digest_key,
+  retired_key, count, ask_resync, integers, change, room)
 
 function operation.heartbeat(data, time)
   local beat = parse_list(data)
@@ -108,8 +110,9 @@ function operation.heartbeat(data, time)
     ask_resync(record, "digest")
   else
     row[FLAGS_FIELD] = whole
-    local waits = tonumber(call("ZSCORE", resync_key, worker_id) or "0")
-    if waits < 0 then call("ZREM", resync_key, worker_id) end -- the digest is right, so the worker needs no snapshot
+    -- The digest is right, so the worker needs no snapshot, unless a further set differs (apply/further_sets).
+    local waits = record.differs and 1 or tonumber(call("ZSCORE", resync_key, worker_id) or "0")
+    if waits < 0 then call("ZREM", resync_key, worker_id) end
     if waits <= 0 and truth.cause then truth.cause, truth.healed, changed.record = nil, truth.found, true end
   end
 end
@@ -160,6 +163,7 @@ if entries > 0 then
     call("HSET", digest_key, shadow_name, struct.pack(DIGEST_SUMS, shadow[1], shadow[2], shadow[3]))
     call("ZADD", resync_key, "XX", now, worker_id)
   end
+  if write_sets then write_sets() end
   if changed.row then call("HSET", load_key, worker_id, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. worker_id) end
   if changed.record then call("HSET", workers_key, worker_id, cjson.encode(record)) end
   call("HSET", batch_key, worker_id, last)

@@ -1,7 +1,7 @@
 --[[
 apply_control: applies the entries of one worker's stream that decide who the worker is and which slots it has: join,
-begin, end, cleared and leave. It also handles a stream that breaks the rules. It stops before an entry that apply
-handles.
+begin, end, cleared, cleared.<kind> (of a further set) and leave. It also handles a stream that breaks the rules. It
+stops before an entry that apply handles.
 
 Guarantee: each entry is applied exactly once, as by apply. The latest join says who the worker is. A cleared cache, a
 restart and a finished snapshot rewrite no entries of the index: they give the worker another slot and retire the old
@@ -14,7 +14,7 @@ Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
 local workers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, next_slot_key,
-  resync_key, retired_key, counts_key, servers_key = unpack(KEYS)
+  resync_key, retired_key, counts_key, servers_key, sets_key = unpack(KEYS)
 local prefix, worker_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local stream = "events:" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -34,6 +34,8 @@ local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local announced, snapshot = include "apply_control/worker_join", include "apply_control/snapshot"
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local drop_shadow, diverged, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, {})
+local kinds, retire_set, drop_sets, publish_sets =
+  (include "shared/further_sets")(sets_key, retired_key, digest_key, worker_id)
 local function count(name) call("HINCRBY", counts_key, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 local begin, finish =
@@ -64,12 +66,14 @@ end
 
 -- The worker gets a new slot and must be probed anew. Its booked load stays, because its reservations are still open.
 local function join(data, time, nonce, batch, id)
-  local fresh = announced(parse(data), worker_id)
+  local fresh = announced(parse(data), worker_id, kinds)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- was told to join again: its cache is not empty
   if record then drop_shadow(record) end
+  if record then drop_sets(record) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
+    + (fresh.sets and FLAG_SETS or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends draining
   local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
   if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
@@ -79,6 +83,7 @@ local function join(data, time, nonce, batch, id)
   record, command, last = fresh, { joined = id }, batch -- `joined` tells an earlier process that it was replaced
   record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
+  for _, set in pairs(record.sets or {}) do set.slot = call("INCR", next_slot_key) end
   call("ZADD", alive_key, time, worker_id)
   call("ZREM", resync_key, worker_id)
   if same_process then ask_resync(record, "rejoin") end
@@ -98,12 +103,24 @@ end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
 
+-- The operation of this name; nil if apply handles it.
+local function operation(name)
+  local kind = name:match("^cleared%.(%l+)$")
+  local set = kind and record.sets and record.sets[kind]
+  if not set then return control[name] end
+  return function()
+    retire_set(kind, set)
+    set.slot = call("INCR", next_slot_key)
+  end
+end
+
 -- Applies one entry; returns "stop" for an entry that apply handles. The batch number of the entry tells whether
 -- entries before it were lost, or whether it was applied before.
 local function enter(fields, good, time, id)
   local nonce, batch, name, data = fields[2], fields[4], fields[6], fields[8]
   local mine = good and record and not record.rejoin and nonce == record.nonce
-  if mine and not control[name] then return "stop" end
+  local act = mine and operation(name)
+  if mine and not act then return "stop" end
   if not good then return count("malformed") end
   batch = tonumber(batch)
   if name == "join" and not mine then return join(data, time, nonce, batch, id) end
@@ -111,7 +128,7 @@ local function enter(fields, good, time, id)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
   last = batch
-  control[name](data)
+  act(data)
 end
 
 call("ZREM", resync_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
@@ -150,6 +167,7 @@ if record then
   call("HSET", load_key, worker_id, struct.pack(ROW, unpack(row, 1, ROW_FIELDS)) .. worker_id)
   call("HSET", workers_key, worker_id, cjson.encode(record))
   call("HSET", batch_key, worker_id, last)
+  publish_sets(record, row[SLOT_FIELD])
   command.nonce, command.applied = record.nonce, last
   call("SET", command_key, cjson.encode(command))
 elseif following == NEXT_NOTHING then -- no worker has joined: the writer's next XADD finds no stream, so it joins again

@@ -1,6 +1,7 @@
 --[[
 audit: compares the blocks that the index has for a worker's live slot with the worker's `digest` (their number and two
-sums of their hashes). Each call compares a bounded piece; a walk is all pieces of one worker.
+sums of their hashes). Each call compares a bounded piece; a walk is all pieces of one worker. A worker's further sets
+of blocks (shared/further_sets) are audited like workers of their own, by their names in `sets`.
 
 Guarantee: no false alarm, whatever is applied between calls. Each piece checks what is true between any two calls:
 each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. To compare the
@@ -13,9 +14,9 @@ slot that stands in b:<hash> although s:<slot> lacks the hash.
 ARGV: prefix, max_blocks, period_ms, min_gap_ms
 Returns: {blocks that were compared, 1 if a difference was found, 1 if a walk is under way}
 Cost: O(max_blocks), 0.3 ms at 128 (0.5 at most); O(workers) after a worker joined or was forgotten
-Keys that depend on data: b:<hash>, s:<slot>
+Keys that depend on data: b:<hash>, e:<hash>, s:<slot>
 --]]
-local workers_key, load_key, digest_key, resync_key, counts_key, audit_key, audit_walk_key = unpack(KEYS)
+local workers_key, load_key, digest_key, resync_key, counts_key, audit_key, audit_walk_key, sets_key = unpack(KEYS)
 local prefix, max_blocks, period_ms, min_gap_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local DIGEST_COUNT, HASH_BYTES = ">I4", 8
 local WALKS = 3
@@ -30,20 +31,22 @@ end
 
 -- Add new workers, whose first audit is due period_ms from now, and remove forgotten ones.
 local function enlist()
-  local known, names = {}, call("HKEYS", workers_key)
-  for _, worker in ipairs(names) do
-    known[worker] = true
-    call("ZADD", audit_key, "NX", now + period_ms, worker)
+  local known = {}
+  for _, key in ipairs({ workers_key, sets_key }) do
+    for _, name in ipairs(call("HKEYS", key)) do
+      known[name] = true
+      call("ZADD", audit_key, "NX", now + period_ms, name)
+    end
   end
   for _, worker in ipairs(call("ZRANGE", audit_key, 0, -1)) do
     if not known[worker] then call("ZREM", audit_key, worker) end
   end
 end
 
-local function finish(worker, name)
+local function finish(name, counter)
   call("UNLINK", audit_walk_key)
-  call("ZADD", audit_key, "XX", now + period_ms, worker)
-  if name then call("HINCRBY", counts_key, name, 1) end
+  call("ZADD", audit_key, "XX", now + period_ms, name)
+  if counter then call("HINCRBY", counts_key, counter, 1) end
 end
 
 local function start(walk, slot, digest)
@@ -51,9 +54,9 @@ local function start(walk, slot, digest)
   walk.count, walk.high, walk.low, walk.walks = 0, 0, 0, walk.walks + 1
 end
 
-local function alarm(worker, digest)
+local function alarm(name, worker, digest)
   local count, high, low = struct.unpack(DIGEST_SUMS, digest)
-  call("HSET", digest_key, worker, struct.pack(DIGEST_SUMS, count, (high + 1) % U32, low))
+  call("HSET", digest_key, name, struct.pack(DIGEST_SUMS, count, (high + 1) % U32, low))
   call("ZADD", resync_key, "NX", -now, worker)
   local record = cjson.decode(call("HGET", workers_key, worker))
   local truth = record.truth or {}
@@ -61,13 +64,13 @@ local function alarm(worker, digest)
     record.truth, truth.cause, truth.found = truth, "audit", (truth.found or 0) + 1
     call("HSET", workers_key, worker, cjson.encode(record))
   end
-  finish(worker, "audit_mismatch")
+  finish(name, "audit_mismatch")
 end
 
 -- Compares one piece; returns true if this piece alone shows a difference.
-local function piece(walk, slot, digest)
-  local members = prefix .. "s:" .. slot
-  local page, forward, high, low = call("SSCAN", members, walk.cursor, "COUNT", max_blocks), prefix .. "b:", 0, 0
+local function piece(walk, slot, digest, is_ends)
+  local members, forward = prefix .. "s:" .. slot .. (is_ends and ":e" or ""), prefix .. (is_ends and "e:" or "b:")
+  local page, high, low = call("SSCAN", members, walk.cursor, "COUNT", max_blocks), 0, 0
   for _, hash in ipairs(page[2]) do
     if #hash ~= HASH_BYTES or call("SISMEMBER", forward .. hash, slot) == 0 then return true end
     local left, right = struct.unpack(HASH_HALVES, hash)
@@ -90,31 +93,33 @@ local saved = call("GET", audit_walk_key)
 local walk = saved and cmsgpack.unpack(saved)
 if walk and now - walk.at >= 0 and now - walk.at < min_gap_ms then return { 0, 0, 1 } end
 if not walk then
-  if call("ZCARD", audit_key) ~= call("HLEN", workers_key) then enlist() end
+  if call("ZCARD", audit_key) ~= call("HLEN", workers_key) + call("HLEN", sets_key) then enlist() end
   local due = call("ZRANGEBYSCORE", audit_key, "-inf", now, "LIMIT", 0, 1)[1]
   if not due then return { 0, 0, 0 } end
   walk = { worker = due, walks = 0, suspect = "" }
 end
 
-local worker = walk.worker
-local row = call("HGET", load_key, worker)
-if not row or not call("HGET", workers_key, worker) then
+local name = walk.worker
+local worker, kind = name:match("^([^:]*):?(.*)$")
+local row, set = call("HGET", load_key, worker), kind ~= "" and call("HGET", sets_key, name)
+if not row or not call("HGET", workers_key, worker) or kind ~= "" and not set then
   call("UNLINK", audit_walk_key)
-  call("ZREM", audit_key, worker)
+  call("ZREM", audit_key, name)
   return { 0, 0, 0 }
 end
 local number, flags = struct.unpack(ROW_SLOT_TO_FLAGS, row, SLOT_AT)
-local slot, digest = string.format("%d", number), call("HGET", digest_key, worker) or ("\0"):rep(DIGEST_BYTES)
+if set then number = struct.unpack(FURTHER_SET, set) end
+local slot, digest = string.format("%d", number), call("HGET", digest_key, name) or ("\0"):rep(DIGEST_BYTES)
 if walk.walks == 0 then start(walk, slot, digest) end
 -- End the walk if the worker is approximate, has another slot than the walk began with, or waits for a snapshot.
 if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", resync_key, worker) then
-  finish(worker)
+  finish(name)
   return { 0, 0, 0 }
 end
 
 local before = walk.count
-if piece(walk, slot, digest) then
-  alarm(worker, digest)
+if piece(walk, slot, digest, kind == "ends") then
+  alarm(name, worker, digest)
   return { 0, 1, 0 }
 end
 local blocks = walk.count - before
@@ -122,14 +127,14 @@ walk.at = now
 if walk.cursor == "0" then
   local off = not walk.moved and difference(walk, digest)
   if off and off == walk.suspect then
-    alarm(worker, digest)
+    alarm(name, worker, digest)
     return { blocks, 1, 0 }
   end
   if (off or walk.moved) and walk.walks < WALKS then
     walk.suspect = off or walk.suspect
     start(walk, slot, digest)
   else
-    finish(worker, (off or walk.moved) and "audit_moved" or nil)
+    finish(name, (off or walk.moved) and "audit_moved" or nil)
     return { blocks, 0, 0 }
   end
 end

@@ -7,7 +7,7 @@ again. A slot leaves `retired` with its last entry.
 ARGV: prefix, max_blocks
 Returns: {number of entries that were removed, number of retired slots that are left}
 Cost: O(max_blocks)
-Keys that depend on data: b:<hash>, s:<slot>, x:<hash>, lru:<slot>
+Keys that depend on data: b:<hash>, e:<hash>, s:<slot>, x:<hash>, lru:<slot>
 --]]
 local retired_key = unpack(KEYS)
 local prefix, max_blocks = ARGV[1], tonumber(ARGV[2])
@@ -19,7 +19,9 @@ while room > 0 do
   local slot = call("SRANDMEMBER", retired_key)
   if not slot then break end
   local hashes = call("SPOP", prefix .. "s:" .. slot, room)
-  for _, hash in ipairs(hashes) do call("SREM", prefix .. "b:" .. hash, slot) end
+  local number, mark = slot:match("^(%d+)(.*)$") -- a set of ends has a mark (shared/further_sets)
+  local forward = prefix .. (mark == "" and "b:" or "e:")
+  for _, hash in ipairs(hashes) do call("SREM", forward .. hash, number) end
   local mirrored = room > #hashes and call("ZPOPMIN", prefix .. "lru:" .. slot, room - #hashes) or {}
   for i = 1, #mirrored, 2 do -- block hashes at which x: counts this worker's guessed cache (settle/mirror)
     local key = prefix .. "x:" .. mirrored[i]

@@ -13,7 +13,7 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
       artifact:<server_id>:<sha256>
 --]]
 local workers_key, servers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, resync_key,
-  retired_key, ejections_key = unpack(KEYS)
+  retired_key, ejections_key, sets_key = unpack(KEYS)
 local prefix, worker_id, silent_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local UNLINK_AT_ONCE = 500
 
@@ -33,7 +33,10 @@ local function forget_worker()
   if not silent(alive_key, worker_id, "events:" .. worker_id) then return 0 end
   call("ZREM", resync_key, worker_id) -- first write, which frees memory: a full Redis then allows other writes
   if row then call("SADD", retired_key, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
-  local shadow = record and cjson.decode(record).shadow
+  local known = record and cjson.decode(record) or {}
+  local _, _, drop_sets = (include "shared/further_sets")(sets_key, retired_key, digest_key, worker_id)
+  drop_sets(known)
+  local shadow = known.shadow
   if shadow then call("SADD", retired_key, shadow) end
   for _, key in ipairs({ workers_key, load_key, batch_key, ejections_key }) do call("HDEL", key, worker_id) end
   call("HDEL", digest_key, worker_id, "~" .. worker_id)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Step = tuple[str, int, int, int]
 Script = list[Step]
 
-OFTEN = ["stored"] * 4 + ["removed"] * 2 + ["round"] * 5 + ["beat"] * 3 + ["listen"] * 2 + ["apply"] * 4
+OFTEN = (
+    ["stored"] * 4 + ["removed"] * 2 + ["further"] * 4 + ["round"] * 5 + ["beat"] * 3 + ["listen"] * 2 + ["apply"] * 4
+)
 CHECKED = ("apply", "upkeep")
 FAULTLESS = [
     *OFTEN,

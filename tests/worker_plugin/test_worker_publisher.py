@@ -9,7 +9,7 @@ import tempfile
 import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.support.fleet.publishing import WORKER, churn, equal, hashes, publishing, record, stream, upkeep
@@ -232,3 +232,29 @@ async def test_lost_answers_lose_nothing_and_repeat_nothing(fleet: Fleet, redis_
     counts = await fleet.index.counts()
     assert counts["duplicate"] > 0
     assert not {"gap", "mismatch"} & counts.keys()
+
+
+async def test_further_sets_follow_their_tables(fleet: Fleet, redis_url: str, model: str) -> None:
+    """Changes before the join, beside a snapshot, and after a queue's overflow."""
+    tracker, tier = Tracker(), Tracker(limit=500)
+    tracker.stored(hashes(1_000))
+    tier.stored(hashes(400))
+
+    async def same() -> bool:
+        told = (await record(fleet)).get("sets", {}).get("cpu")
+        found = told and await cast("Any", fleet.redis.smembers(fleet.keys.slot(told["slot"])))
+        return bool(found) and found == set(tier.table)
+
+    with publishing(redis_url, model, tracker, sets={"cpu": tier}) as publisher:
+        async with upkeep(fleet):
+            await poll(same)
+            await equal(fleet, tracker)
+            tier.stored(hashes(5_000))
+            tier.removed(list(tier.table)[:100])
+            await poll(same)
+            await equal(fleet, tracker)
+            assert tier.dropped > 0
+            tier.cleared()
+            tier.stored(hashes(9))
+            await poll(same)
+    assert publisher.state.dropped == tier.dropped

@@ -24,7 +24,8 @@ class PublisherConfig:
     """The announcement of an engine core when it joins.
 
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
-    so that a held block's predecessors are always held, too. labels: see ``protocol.labels``.
+    so that a held block's predecessors are always held, too. labels: see ``protocol.labels``. sets: the further sets of
+    blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token.
     """
 
     redis_url: str
@@ -38,11 +39,14 @@ class PublisherConfig:
     version: str
     closed: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def join(self) -> str:
         """Return the data of a join entry."""
+        further = {"sets": {kind: dict(told) for kind, told in self.sets.items()}} if self.sets else {}
         return wire.dumps(
             {
+                **further,
                 "schema": wire.SCHEMA,
                 "worker_id": self.worker_id,
                 "server_id": self.server_id,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
+from warmfleet_worker.block_set import BlockSet
 from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
@@ -25,7 +26,7 @@ from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet_worker.pool_assignment import PoolAssignment
     from warmfleet_worker.tracker import Run, Transitions
@@ -52,6 +53,8 @@ class WorkerPublisher:
     ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the pool
     is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another. yielded:
     called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for them.
+    sets: the changes of further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured picoseconds
+    that loading a byte takes; called there.
     """
 
     def __init__(
@@ -62,9 +65,13 @@ class WorkerPublisher:
         assignment: PoolAssignment | None = None,
         moved: Callable[[], None] = lambda: None,
         yielded: Callable[[list[str]], None] | None = None,
+        sets: Mapping[str, Transitions] | None = None,
+        ps_per_byte: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.config = config
-        self._transitions = transitions
+        self._main = BlockSet(transitions)
+        self._further = [BlockSet(further, kind) for kind, further in (sets or {}).items()]
+        self._ps_per_byte = ps_per_byte
         self._load = load
         self._assignment = assignment
         self._moved = moved
@@ -76,10 +83,9 @@ class WorkerPublisher:
         self._outage = Outage(self._stopping)
         self._thread = threading.Thread(target=self._run, name="warmfleet-publisher", daemon=True)
         self._state = PublisherState()
-        self._digest = wire.Digest()  # of the set of blocks that has been published
         self._evicted_blocks = 0
         self._snapshot: Snapshot | None = None
-        self._drained: deque[Run] = deque()  # changes taken off the queue, not yet numbered
+        self._drained: deque[tuple[BlockSet, Run]] = deque()  # changes taken off the queues, not yet numbered
         self._snapshot_request: SnapshotRequest | None = None
         self._loss_noticed_at: float | None = None  # when events were lost; until a snapshot Redis has wrong blocks
         self._joined_at = 0.0
@@ -107,8 +113,12 @@ class WorkerPublisher:
         return self._tag
 
     @property
+    def _sets(self) -> list[BlockSet]:
+        return [self._main, *self._further]
+
+    @property
     def state(self) -> PublisherState:
-        dropped = self._transitions.dropped + self._stream.lost_blocks
+        dropped = sum(each.transitions.dropped for each in self._sets) + self._stream.lost_blocks
         return replace(self._state, number=self._stream.number, dropped=dropped, errors=self._outage.errors)
 
     def start(self) -> None:
@@ -178,6 +188,7 @@ class WorkerPublisher:
             self._begin_snapshot(self._snapshot_request.command_id)
         if self._snapshot is None:
             self._put_changes()
+            self._put_copies()
         else:
             self._put_chunks(self._snapshot)
         self._put_progress(prefilled)
@@ -202,9 +213,10 @@ class WorkerPublisher:
 
     def _has_more(self) -> bool:
         """Return True if work is left that need not wait for the next period."""
-        if self._snapshot is not None:
+        if self._snapshot is not None or any(each.copying for each in self._further):
             return self._room() > 0
-        return bool(self._drained) or len(self._transitions) > DRAIN_RECORDS or self._snapshot_request is not None
+        waiting = any(len(each.transitions) > DRAIN_RECORDS for each in self._sets)
+        return bool(self._drained) or waiting or self._snapshot_request is not None
 
     def _update(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
@@ -230,8 +242,11 @@ class WorkerPublisher:
         """Write a join with a new nonce. It clears this worker's blocks in Redis, so a snapshot follows."""
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
-        self._digest, self._snapshot = wire.Digest(), None
-        if self._cut() and self._snapshot_request is None:
+        self._snapshot = None
+        for each in self._sets:
+            each.digest = wire.Digest()
+        held = any([self._cut(), *[each.transitions.table for each in self._further]])
+        if held and self._snapshot_request is None:
             self._snapshot_request = SnapshotRequest()
         self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
         logger.info("warmfleet: %s joined %s", self.config.worker_id, self._tag)
@@ -249,26 +264,33 @@ class WorkerPublisher:
 
     def _put_changes(self) -> None:
         if not self._drained:
-            self._drained.extend(self._transitions.drain(DRAIN_RECORDS))
+            for each in self._sets:
+                if not each.copying:  # the changes since the copy was made wait for its end
+                    self._drained.extend((each, run) for run in each.transitions.drain(DRAIN_RECORDS))
         while self._drained:
             while self._drained and self._stream.pending < MAX_PENDING:
-                self._put_run(self._drained.popleft())
+                self._put_run(*self._drained.popleft())
             if self._drained:
                 self._stream.flush()
 
-    def _put_run(self, run: Run) -> None:
+    def _put_copies(self) -> None:
+        """Send pieces of the further sets whose copy is under way, one set after the other."""
+        for each in self._further:
+            if each.copying:
+                for run in each.pieces(self._burst() - 1):
+                    self._put_run(each, run)
+                return
+
+    def _put_run(self, block_set: BlockSet, run: Run) -> None:
         blocks = len(run.packed) // wire.HASH_BYTES
-        if run.operation == "cleared":
-            self._digest = wire.Digest()
-        else:
-            self._digest.add(run.packed, 1 if run.operation == "stored" else -1)
-        self._evicted_blocks += blocks if run.operation == "removed" else 0
-        self._stream.put(run.operation, run.packed, blocks)
+        self._evicted_blocks += blocks if run.operation == "removed" and block_set is self._main else 0
+        self._stream.put(block_set.published(run), run.packed, blocks)
 
     def _notice_losses(self, now: float) -> None:
         """After lost events skip a number, so that the fleet asks for a snapshot; if it does not, send one later."""
         lost = self._stream.lost_entries
-        if (self._transitions.overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
+        overflowed = any(each.transitions.overflowed for each in self._sets)
+        if (overflowed or lost > self._lost_entries_seen) and self._loss_noticed_at is None:
             logger.warning("warmfleet: block events were lost (%d so far): a snapshot follows", self.state.dropped)
             self._stream.skip()
             self._loss_noticed_at = now
@@ -282,24 +304,35 @@ class WorkerPublisher:
         """Return how many more entries may wait for the fleet; with more, MAXLEN would cut off a snapshot's begin."""
         return wire.UNACKNOWLEDGED_ENTRIES - (self._stream.number - self._state.applied)
 
+    def _burst(self) -> int:
+        """Return how many entries of a snapshot or a copy may be made now."""
+        return min(BURST_CHUNKS, self._room(), MAX_PENDING - self._stream.pending)
+
     def _cut(self) -> Sequence[bytes]:
-        """Copy the keys of the whole table, which contain all changes that waited to be published."""
+        """Copy the keys of the whole table, which contain all changes that waited to be published.
+
+        Changes of the further sets are dropped, too, because their copies follow the snapshot.
+        """
         self._drained.clear()
         self._loss_noticed_at = None
-        return self._transitions.cut()
+        for each in self._further:
+            each.drop_changes()
+        return self._main.transitions.cut()
 
     def _begin_snapshot(self, command_id: str | None) -> None:
-        self._snapshot = Snapshot(self._cut(), self._transitions.pick, command_id)
+        self._snapshot = Snapshot(self._cut(), self._main.transitions.pick, command_id)
         self._snapshot_request = None
         self._stream.put("begin", self._snapshot.begin())
         self._due.command = 0.0
 
     def _put_chunks(self, snapshot: Snapshot) -> None:
-        for _ in range(min(BURST_CHUNKS, self._room(), MAX_PENDING - self._stream.pending)):
+        for _ in range(self._burst()):
             if snapshot.finished:
                 self._stream.put("end", snapshot.end())
-                self._digest = snapshot.digest
+                self._main.digest = snapshot.digest
                 self._snapshot = None
+                for each in self._further:
+                    each.copy()
                 self._update(snapshots=self._state.snapshots + 1)
                 return
             chunk = snapshot.chunk()
@@ -334,18 +367,27 @@ class WorkerPublisher:
         heartbeat = wire.Heartbeat(
             running=load.running,
             waiting=load.waiting,
-            blocks=self._digest.count,
+            blocks=self._main.digest.count,
             foreign_prefill_tokens=load.foreign_prefill_tokens,
             foreign_decode_tokens=load.foreign_decode_tokens,
             speed_tps=load.speed_tps,
             evicted=self._evicted_blocks,
-            digest=self._digest if comparable else None,
+            digest=self._main.digest if comparable else None,
             paused=load.paused,
             step_us=load.step_us,
         )
+        if self._further and comparable and not any(each.copying for each in self._further):
+            self._put_digests()
         self._stream.put("heartbeat", heartbeat.encode())
         self._evicted_blocks = 0
         self._due.after_heartbeat(now)
+
+    def _put_digests(self) -> None:
+        """Tell what the further sets are, before the heartbeat: it alone would say that no snapshot is needed."""
+        rates = self._ps_per_byte()
+        told = {each.kind: each.digest.as_list() for each in self._further}
+        told = {kind: [*sums, rates[kind]] if rates.get(kind) else sums for kind, sums in told.items()}
+        self._stream.put("digests", wire.dumps(told))
 
     def _read_command(self, now: float) -> None:
         raw = self._stream.client.get(self._command_key)

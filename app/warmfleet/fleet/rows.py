@@ -45,6 +45,7 @@ class Flag(IntEnum):
     PAUSED = 2048  # its last heartbeat or check said that its engine was paused or put to sleep
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
     MISNAMED = 8192  # it does not serve the model name of its pool
+    SETS = 16384  # it reports further sets of blocks: a tier, or the ends that all KV cache groups support
 
 
 class Stage(IntEnum):

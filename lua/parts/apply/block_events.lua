@@ -4,7 +4,9 @@ the digests of these sets.
 
 Takes the state of apply (reads prefix, worker, record, row, live, shadow, changed, short and probed; adds to `blocks`,
 sets `seen`), the table of operations, to which it adds three, and two functions: count(counter), which increments a
-counter, and lost(cause), which also asks for a snapshot.
+counter, and lost(cause), which also asks for a snapshot. Returns two functions for further sets of blocks:
+  change(verb, sign, data, first, slot, digest, forward, mark): see below
+  room(digest, most): tells whether a set of this digest may get further blocks; most: bound of its size (nil: main set)
 --]]
 local call = redis.call
 local BATCH_BLOCKS = 128
@@ -18,20 +20,23 @@ return function(state, operation, count, lost)
     state.record, state.row, state.live, state.shadow, state.changed, state.short, state.probed
 
   -- Write (SADD, sign 1) or erase (SREM, sign -1) the packed hashes from position `first` of the data on. A hash that
-  -- is in the set already, or already absent from it, does not change the digest.
-  local function change(verb, sign, data, first, slot, digest)
+  -- is in the set already, or already absent from it, does not change the digest. forward, mark: of a further set
+  -- (shared/further_sets).
+  local function change(verb, sign, data, first, slot, digest, forward, mark)
     local hashes, n, high, low = {}, 0, 0, 0
+    local holders_prefix = forward and state.prefix .. forward or block_prefix
     slot = string.format("%d", slot) -- convert the number once, not at every call of SADD
     for at = first, #data, 8 do
       local hash = data:sub(at, at + 7)
-      if call(verb, block_prefix .. hash, slot) == 1 then
+      if call(verb, holders_prefix .. hash, slot) == 1 then
         local left, right = struct.unpack(HASH_HALVES, hash)
         n, high, low = n + 1, high + left, low + right
         hashes[n] = hash
       end
     end
-    if n > 0 then call(verb, held_prefix .. slot, unpack(hashes)) end
-    if n > 0 and sign > 0 and probed then call("SREM", probe_key, unpack(hashes)) end -- these are no longer awaited
+    if n > 0 then call(verb, held_prefix .. slot .. (mark or ""), unpack(hashes)) end
+    -- A probe awaits these blocks no more.
+    if n > 0 and sign > 0 and probed and not forward then call("SREM", probe_key, unpack(hashes)) end
     digest[1], digest[2] = digest[1] + sign * n, (digest[2] + sign * high) % U32
     digest[3] = (digest[3] + sign * low) % U32
     state.blocks = state.blocks + (#data - first + 1) / 8
@@ -42,8 +47,8 @@ return function(state, operation, count, lost)
   -- Tell whether a slot may get further blocks, so that no stream fills Redis. The bound is twice the capacity that the
   -- engine announced, because a batch may add blocks before it removes others. The row's capacity is cut to a multiple
   -- of the fleet's median, but a larger claim may be true: it counts up to ALWAYS_BLOCKS, or twice the row's capacity.
-  local function room(digest)
-    local most = math.min(record.capacity_blocks, math.max(ALWAYS_BLOCKS, 2 * row[CAPACITY_BLOCKS_FIELD]))
+  local function room(digest, most)
+    most = most or math.min(record.capacity_blocks, math.max(ALWAYS_BLOCKS, 2 * row[CAPACITY_BLOCKS_FIELD]))
     if not short and digest[1] + BATCH_BLOCKS <= 2 * most + 8 * BATCH_BLOCKS then return true end
     if short then row[FLAGS_FIELD], changed.row = bit.bor(row[FLAGS_FIELD], FLAG_PARTIAL), true end
     lost(short and "partial" or "overflow")
@@ -73,4 +78,6 @@ return function(state, operation, count, lost)
       changed.shadow = true
     end
   end
+
+  return change, room
 end

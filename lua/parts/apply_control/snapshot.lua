@@ -33,6 +33,7 @@ return function(digest_key, next_slot_key, resync_key, retired_key, worker_id, n
     call("HDEL", digest_key, shadow_name)
     call("ZREM", resync_key, worker_id)
     row[SLOT_FIELD], record.slot, record.shadow, record.snapshot = record.shadow, record.shadow, nil, nil
+    record.differs = nil -- the further sets come next
     row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_PARTIAL))
     local cause, resyncs = truth.cause or "worker", truth.resyncs or {}
     resyncs[cause] = (resyncs[cause] or 0) + 1

@@ -1,8 +1,9 @@
 --[[
 apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
-Takes the decoded data of the join and the worker's id. Returns the record, with known fields only; or nil if a field of
-the announcement is malformed. Malformed labels are left out: they are no reason to refuse a worker.
+Takes the decoded data of the join, the worker's id and the known kinds of further sets of blocks. Returns the record,
+with known fields only; or nil if a field of the announcement is malformed. Malformed labels and further sets of blocks
+are left out: they are no reason to refuse a worker.
 --]]
 local U31 = 2 ^ 31 - 1
 local MAX_LABELS, MAX_WORD_BYTES = 8, 63
@@ -22,7 +23,21 @@ local function labels(told)
   return count > 0 and count <= MAX_LABELS and told or nil
 end
 
-return function(join, worker_id)
+local function sets(told, kinds)
+  local kept = {}
+  for kind in pairs(type(told) == "table" and kinds or {}) do
+    local set = told[kind]
+    if type(set) == "table" then
+      kept[kind] = {
+        capacity_blocks = integer(set.capacity_blocks, 0, U31) and set.capacity_blocks or nil,
+        bytes_per_token = integer(set.bytes_per_token, 0, U31) and set.bytes_per_token or nil,
+      }
+    end
+  end
+  return next(kept) and kept
+end
+
+return function(join, worker_id, kinds)
   local scheme = join.scheme
   if join.schema ~= SCHEMA or join.worker_id ~= worker_id or type(join.server_id) ~= "string"
     or not integer(join.rank, 0, 65535)
@@ -41,5 +56,6 @@ return function(join, worker_id)
     server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
     capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len, labels = labels(join.labels),
     version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
+    sets = sets(join.sets, kinds),
   }
 end

@@ -64,6 +64,8 @@ class ChaosFleet:
     def _start(self, name: str, table: Iterable[bytes] = ()) -> None:
         process = SteppedPublisher(self.store, name, self.queue)
         process.tracker.stored(table)
+        for further in process.further.values():
+            further.stored(table)
         self.processes[name].append(process)
         process.round()
 
@@ -83,6 +85,14 @@ class ChaosFleet:
     async def cleared(self, name: str, a: int, b: int) -> None:
         if process := self._one(name, b):
             process.tracker.cleared()
+
+    async def further(self, name: str, a: int, b: int) -> None:
+        """A further set of blocks changes: it gains or loses some, or all at once."""
+        if (process := self._one(name, b)) and process.further:
+            changed = list(process.further.values())[a % len(process.further)]
+            (changed.stored if a % 3 else changed.removed)(_span(a, b))
+            if a % 16 == 0:
+                changed.cleared()
 
     async def round(self, name: str, a: int, b: int) -> None:
         if process := self._one(name, b):

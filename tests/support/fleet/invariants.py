@@ -82,6 +82,19 @@ def row_of(chaos: ChaosFleet, name: str) -> LoadRow | None:
     return LoadRow.unpack(raw) if raw else None
 
 
+def further(chaos: ChaosFleet, name: str, process: SteppedPublisher) -> dict[str, tuple[bytes, set[bytes]]]:
+    """By kind of the worker's further sets: the slot with its mark, and the process's own table."""
+    sets = json.loads(chaos.store.hget(chaos.keys.workers, name)).get("sets", {})
+    return {
+        kind: (b"%d%s" % (sets[kind]["slot"], b":e" if kind == "ends" else b""), set(tracker.table))
+        for kind, tracker in process.further.items()
+    }
+
+
+def held(chaos: ChaosFleet, slot: bytes) -> set[bytes]:
+    return set(chaos.store.smembers(chaos.keys.prefix.encode() + b"s:" + slot))
+
+
 def wrong(chaos: ChaosFleet) -> str:
     """The violations that are found; empty if there are none."""
     for name in NAMES:
@@ -94,6 +107,10 @@ def wrong(chaos: ChaosFleet) -> str:
             return f"two processes go on as {name}"
         if chaos.store.smembers(chaos.keys.slot(row.slot)) != process.table:
             return f"the index of {name} is not its table"
+        if differing := [
+            kind for kind, (key, table) in further(chaos, name, process).items() if held(chaos, key) != table
+        ]:
+            return f"the index of {name} differs in {differing}"
         if chaos.store.zscore(chaos.keys.resync, name) is not None:
             return f"{name} still waits for a snapshot"
         truth = json.loads(chaos.store.hget(chaos.keys.workers, name))["truth"]
@@ -125,30 +142,37 @@ def check_noticed(chaos: ChaosFleet) -> None:
         heard_ms, now_ms = chaos.store.zscore(chaos.keys.alive, name) or 0, 1_000 * chaos.store.time()[0]
         if record["truth"].get("cause") and heard_ms < now_ms - Spans().worker_ttl_ms:
             continue  # noted; a silent worker gets no snapshot until it returns
-        published = process.publisher._digest.as_list()
+        published = process.publisher._main.digest.as_list()
         assert list(struct.unpack(">3I", digest or bytes(12))) == published, f"{name} diverged and nobody noticed"
         assert chaos.store.scard(chaos.keys.slot(record["slot"])) == published[0]
 
 
 def check_index(chaos: ChaosFleet) -> None:
     """Invariants 1 and 5: forward and reverse sets, entry by entry, and nothing else; digests say the same."""
-    slots = {FOREIGN_SLOT: {block(number) for number in range(0, NUMBERS, 3)}}
+    slots = {b"%d" % FOREIGN_SLOT: {block(number) for number in range(0, NUMBERS, 3)}}
     for name in NAMES:
         process, record = owner(chaos, name), json.loads(chaos.store.hget(chaos.keys.workers, name) or "{}")
-        for slot in [record[kind] for kind in ("slot", "shadow") if kind in record]:
-            held = chaos.store.smembers(chaos.keys.slot(slot))  # gone: only forward and reverse sets must agree
-            slots |= {slot: held} if held else {}
+        of_the_record = [b"%d" % record[kind] for kind in ("slot", "shadow") if kind in record]
+        of_the_record += [
+            b"%d%s" % (kept["slot"], b":e" * (kind == "ends")) for kind, kept in record.get("sets", {}).items()
+        ]
+        slots |= {slot: held(chaos, slot) for slot in of_the_record}  # gone: only forward and reverse sets must agree
         if process:
-            slots |= {record["slot"]: process.table} if process.table else {}
-            digest, raw = wire.Digest(), chaos.store.hget(chaos.keys.digest, name) or bytes(12)
-            digest.add(b"".join(process.table))
-            assert list(struct.unpack(">3I", raw)) == digest.as_list(), f"digest of {name}"
-    holders: dict[bytes, set[bytes]] = {}
-    for slot, held in slots.items():
-        for key in held:
-            holders.setdefault(key, set()).add(b"%d" % slot)
-    assert everything(chaos, b"s:", int) == slots
-    assert everything(chaos, b"b:", bytes) == holders
+            tables = {"": (b"%d" % record["slot"], process.table), **further(chaos, name, process)}
+            for kind, (slot, table) in tables.items():
+                slots[slot] = table
+                field = f"{name}:{kind}" if kind else name
+                digest, raw = wire.Digest(), chaos.store.hget(chaos.keys.digest, field) or bytes(12)
+                digest.add(b"".join(table))
+                assert list(struct.unpack(">3I", raw)) == digest.as_list(), f"digest of {field}"
+    holders: dict[bytes, dict[bytes, set[bytes]]] = {b"b:": {}, b"e:": {}}
+    for slot, blocks in slots.items():
+        number, mark, _ = slot.partition(b":")
+        for key in blocks:
+            holders[b"e:" if mark else b"b:"].setdefault(key, set()).add(number)
+    assert everything(chaos, b"s:", bytes) == {slot: blocks for slot, blocks in slots.items() if blocks}
+    for forward, expected in holders.items():
+        assert everything(chaos, forward, bytes) == expected
 
 
 def everything(chaos: ChaosFleet, kind: bytes, name: Callable[[bytes], Any]) -> dict[Any, set[bytes]]:
@@ -186,8 +210,10 @@ async def check_the_gone(chaos: ChaosFleet) -> None:
     assert not {candidate.worker_id for candidate in candidates} & set(gone)
     for name in gone:
         slots = {row.slot for row in [row_of(chaos, name)] if row}
+        record = json.loads(chaos.store.hget(chaos.keys.workers, name) or "{}")
+        slots |= {kept["slot"] for kept in record.get("sets", {}).values()}
         await chaos.fleets[1].upkeep.forget(name, 600_000)
         while (await chaos.fleets[0].upkeep.collect(500))[1]:
             pass
         assert row_of(chaos, name) is None
-        assert not slots & set(everything(chaos, b"s:", int))
+        assert not slots & {int(slot.partition(b":")[0]) for slot in everything(chaos, b"s:", bytes)}

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import redis
@@ -50,7 +51,8 @@ def churn(tracker: Tracker, steps: int, seed: int = 0) -> None:
 
 @contextmanager
 def publishing(redis_url: str, model: str, tracker: Tracker, **more: Any) -> Iterator[WorkerPublisher]:
-    publisher = WorkerPublisher(config(redis_url, model), tracker, **more)
+    announced = replace(config(redis_url, model), sets={kind: {} for kind in more.get("sets", {})})
+    publisher = WorkerPublisher(announced, tracker, **more)
     publisher.start()
     try:
         yield publisher

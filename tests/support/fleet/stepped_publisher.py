@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,13 +34,19 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
+#: The further sets of blocks of each worker of ``chaos``; the third has none.
+FURTHER = {"a.0": ("cpu", "ends"), "b.0": ("cpu",)}
+
+
 class SteppedPublisher:
     """An engine core: its table, and its real publisher, run by hand instead of by its thread."""
 
     def __init__(self, store: Any, worker_id: str, queue: int) -> None:
         self.tracker = tracker.Tracker(queue)
+        self.further = {kind: tracker.Tracker(queue) for kind in FURTHER.get(worker_id, ())}
         config = PublisherConfig("redis://unused", "chaos", worker_id, worker_id[:-2], 0, SCHEME, 1000, 4096, "1")
-        self.publisher = WorkerPublisher(config, self.tracker)
+        config = replace(config, sets={kind: {"capacity_blocks": 1000} for kind in self.further})
+        self.publisher = WorkerPublisher(config, self.tracker, sets=self.further)
         self.stream = self.publisher._stream
         self.stream.client = store
         self.forged = ""  # another process has written under this nonce, too
@@ -67,8 +74,10 @@ class SteppedPublisher:
 
     @property
     def busy(self) -> bool:
-        """Whether a snapshot is wanted or under way."""
-        return self.running and (self.publisher._snapshot is not None or self.publisher._snapshot_request is not None)
+        """Whether a snapshot is wanted or under way, or copies of further sets are."""
+        publisher = self.publisher
+        copying = any(each.copying for each in publisher._further)
+        return self.running and (copying or publisher._snapshot is not None or publisher._snapshot_request is not None)
 
     def round(self, *, beat: bool = False, listen: bool = False) -> None:
         """Run one round of the publisher's thread. beat: send a heartbeat. listen: read the command."""

@@ -94,6 +94,9 @@ class Keys:
     def block(self, block_hash: bytes) -> bytes:
         return self.prefix.encode() + b"b:" + block_hash
 
+    def end(self, block_hash: bytes) -> bytes:
+        return self.prefix.encode() + b"e:" + block_hash
+
     def speculative(self, block_hash: bytes) -> bytes:
         return self.prefix.encode() + b"x:" + block_hash
 
@@ -122,7 +125,7 @@ class Keys:
 SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
-        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
+        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk", "sets"),
         *("queue2", "sessions", "session_line", "places"),
         *("ejections", "operator_approved", "operator_policy", "replicas"),
         *("pools", "placement"),  # these belong to the served model as a whole: see protocol/pools.py
@@ -143,7 +146,13 @@ def worker_id_of(server_id: str, rank: int) -> str:
 # ---------------------------------------------------------------- stream entries
 
 #: The operations on ``events:<worker_id>``. A stream ``server:<server_id>`` has only join, heartbeat and leave.
-OPERATIONS = ("join", "stored", "removed", "cleared", "heartbeat", "progress", "begin", "chunk", "end", "leave")
+OPERATIONS = (
+    *("join", "stored", "removed", "cleared", "heartbeat", "digests", "progress", "begin", "chunk", "end", "leave"),
+)
+#: Kinds of sets of blocks that a worker may report beside its main one (lua/parts/shared/further_sets): by ``digests``,
+#: and by ``stored``, ``removed`` and ``cleared`` with a point and the kind behind. Older routers count all these as
+#: malformed, and go on.
+ENDS, CPU, DISK = "ends", "cpu", "disk"
 
 
 def entry(nonce: str, batch: int, operation: str, data: bytes | str = b"") -> dict[bytes, bytes]:
