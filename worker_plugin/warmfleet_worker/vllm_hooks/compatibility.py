@@ -28,6 +28,7 @@ class Part(StrEnum):
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
+    TIER = "the blocks in its tier in CPU memory are not reported"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
 
@@ -46,6 +47,7 @@ class Internal:
 
 
 _CORE = "vllm.v1.core"
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 INTERNALS = (
     Internal(Part.BLOCKS, "vllm.version", ("__version__",)),
     Internal(
@@ -142,6 +144,24 @@ INTERNALS = (
         ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params", "block_hashes"),
         (("is_finished", "self"),),
     ),
+    Internal(
+        Part.TIER,
+        "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",
+        (),
+        (("complete_store", "self, keys, ..."), ("prepare_store", "self, keys, ..."), ("reset_cache", "self")),
+    ),
+    Internal(Part.TIER, "vllm.v1.kv_offload.base:PrepareStoreOutput", ("evicted_keys",)),
+    Internal(Part.TIER, "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager", ("primary_tier",)),
+    Internal(Part.TIER, f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler", ("config", "manager")),
+    Internal(Part.TIER, f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", ("blocks_per_chunk",)),
+    Internal(
+        Part.TIER,
+        f"{_OFFLOADING}.metrics:OffloadingConnectorStats",
+        (),
+        (("increase_counter", "self, counter_name, counter_increase_value, ..."),),
+    ),
+    Internal(Part.TIER, f"{_OFFLOADING}.metrics:_TransferMetricName", ("LOAD_BYTES", "LOAD_TIME")),
+    Internal(Part.TIER, "vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors")),
     Internal(
         Part.SERVER, "vllm.v1.engine.async_llm:AsyncLLM", ("vllm_config", "renderer"), (("shutdown", "self, ..."),)
     ),

@@ -19,6 +19,7 @@ from warmfleet_worker.tracker import Transitions
 from warmfleet_worker.vllm_hooks import eviction
 from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
+from warmfleet_worker.vllm_hooks.cpu_tier import CpuTier, CpuTiers
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -35,11 +36,14 @@ def hook_scheduler(redis_url: str) -> None:
     hook_prefix_cache_reset()
     # By id of the scheduler. Normally a process has one scheduler, which lives as long as the process.
     reporters: dict[int, SchedulerReporter] = {}
+    tiers = CpuTiers()
 
     def init(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        with swallow_errors("could not follow a tier in CPU memory"):
+            tiers.hook(kwargs.get("vllm_config", args[0] if args else None))
         original(scheduler, *args, **kwargs)
         with swallow_errors("could not start the publisher"):
-            reporters[id(scheduler)] = reporter = SchedulerReporter(scheduler, redis_url)
+            reporters[id(scheduler)] = reporter = SchedulerReporter(scheduler, redis_url, tiers)
             reporter.start()
 
     def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +100,7 @@ def _refused(reason: str, original: Any, scheduler: Any, *args: Any, **kwargs: A
 class SchedulerReporter:
     """Reports a Scheduler's blocks and load. ``scheduled``, ``done`` run on the engine's thread, ``load`` does not."""
 
-    def __init__(self, scheduler: Any, redis_url: str) -> None:
+    def __init__(self, scheduler: Any, redis_url: str, tiers: CpuTiers | None = None) -> None:
         self._scheduler = scheduler
         self._speed = SpeedMeter()
         self._steps = 0  # number of steps begun and of steps ended, added up
@@ -112,6 +116,11 @@ class SchedulerReporter:
             some = group.hash_block_tokens != group.block_tokens
             whole = WholeBlocks(pool, group.number, group.block_tokens) if some else None
             track(pool.cached_block_hash_to_block, self.transitions, whole)
+        self._tiers = tiers
+        self._tier: CpuTier | None = None
+        if tiers is not None and group.matched:
+            with swallow_errors("could not follow the tier in CPU memory"):
+                self._tier = tiers.find(scheduler, group.block_tokens)
         self._left: frozenset[str] = frozenset()  # ids of requests reserved in a pool that this engine has left
         self._publisher: WorkerPublisher | None = None
         self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, group)
@@ -133,7 +142,13 @@ class SchedulerReporter:
             config = self._make_config()
             yielded = None if self._eviction is None else self._eviction.eviction.yield_sessions
             assignment = core_assignment(config)
-            self._publisher = WorkerPublisher(config, self.transitions, self.load, assignment, self.moved, yielded)
+            sets: dict[str, Transitions] = {}
+            if self._tier is not None:
+                sets[wire.CPU] = self._tier.tracker
+                config = replace(config, sets={wire.CPU: self._tier.announced()})
+            self._publisher = WorkerPublisher(
+                config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte
+            )
             self._publisher.start()
 
     def stop(self) -> None:
@@ -166,6 +181,10 @@ class SchedulerReporter:
                 if self._eviction is not None:
                     self._eviction.first_token(request_id, cached_tokens, prompt_tokens)
             self._steps_unreadable = False
+
+    def ps_per_byte(self) -> dict[str, int]:
+        """Return the measured time to load a byte, by kind of tier; 0: not measured."""
+        return {} if self._tiers is None else {wire.CPU: self._tiers.meter.ps_per_byte}
 
     def moved(self) -> None:
         """Count the present requests as foreign from now on, because the new pool has no reservations for them."""

@@ -1,0 +1,167 @@
+"""The tier in CPU memory of vLLM's OffloadingConnector: which blocks it holds, and how long it takes to load a byte.
+
+vLLM keeps the tier in a ``CPUOffloadingManager`` beside its Scheduler. A block appears when its copy is complete, and
+disappears when ``prepare_store`` evicts it or the tier is reset. Its key is the block table's own. The class is hooked,
+because a tier with further tiers behind it keeps bound methods of its manager.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from warmfleet_worker.protocol import wire
+from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse
+from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
+from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+logger = logging.getLogger("vllm.warmfleet")
+
+_FOLLOWED = "__warmfleet_tracker__"  # attribute of a manager that is followed: its Tracker
+_FAILED = "could not follow the tier in CPU memory"
+LEAST_LOADS = 4  # loads until the measured time counts
+MEMORY_LOADS = 64  # loads after which an earlier one counts 1/e as much as the last
+
+
+class LoadMeter:
+    """Measures the time that loading a byte from the tier takes, by vLLM's own counters of bytes and seconds."""
+
+    def __init__(self) -> None:
+        self._loads = 0
+        self._bytes, self._seconds = 0.0, 0.0
+
+    def loaded(self, size: float) -> None:
+        self._loads += 1
+        self._bytes = self._bytes * (1 - 1 / MEMORY_LOADS) + size
+
+    def took(self, seconds: float) -> None:
+        self._seconds = self._seconds * (1 - 1 / MEMORY_LOADS) + seconds
+
+    @property
+    def ps_per_byte(self) -> int:
+        """Picoseconds per byte; 0: not measured."""
+        if self._loads < LEAST_LOADS or self._bytes <= 0:
+            return 0
+        return min(2**31, max(1, round(self._seconds * 1e12 / self._bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTier:
+    """A tier that is followed. bytes_per_token: in the memory of one GPU, because GPUs load side by side."""
+
+    tracker: Tracker
+    capacity_blocks: int
+    bytes_per_token: int
+
+    def announced(self) -> dict[str, int]:
+        return {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token}
+
+
+class CpuTiers:
+    """Follows the tiers of this process's Schedulers. ``hook`` must be called before a Scheduler is made."""
+
+    def __init__(self) -> None:
+        self.meter = LoadMeter()
+        self._lacks: str | None = None
+
+    def hook(self, vllm_config: Any) -> None:
+        """Hook the classes of vLLM once, if this engine has a KV connector at all."""
+        if self._lacks is not None or getattr(vllm_config, "kv_transfer_config", None) is None:
+            return
+        self._lacks = missing(Part.TIER)
+        if self._lacks:
+            return
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        if first_time(CPUOffloadingManager):
+            wrap(CPUOffloadingManager, "complete_store", _complete_store)
+            wrap(CPUOffloadingManager, "prepare_store", _prepare_store)
+            wrap(CPUOffloadingManager, "reset_cache", _reset_cache)
+        if first_time(metrics.OffloadingConnectorStats):
+            counts = functools.partial(_increase_counter, self.meter, metrics._TransferMetricName)  # noqa: SLF001 - names
+            wrap(metrics.OffloadingConnectorStats, "increase_counter", counts)
+
+    def find(self, scheduler: Any, block_tokens: int) -> CpuTier | None:
+        """Follow this Scheduler's tier from now on; None if it has none, or one whose keys are not its blocks'."""
+        schedulers = list(_offloading_schedulers(getattr(scheduler, "connector", None)))
+        if not schedulers:
+            return None
+        if self._lacks:
+            refuse(Part.TIER, self._lacks)
+            return None
+        config = scheduler.kv_cache_manager.kv_cache_config
+        managers = [manager for each in schedulers for manager in _managers(each.manager)]
+        whole = all(each.config.blocks_per_chunk == 1 for each in schedulers)
+        if len(managers) != 1 or not whole or len(config.kv_cache_groups) != 1:
+            logger.warning("warmfleet: the tier is not reported: it has several blocks in a chunk, or groups, or none")
+            return None
+        [manager] = managers
+        chunks = getattr(manager, "_num_chunks", None) or manager._num_blocks  # noqa: SLF001 - the latter in 0.28, 0.29
+        total = sum(int(tensor.size) for tensor in config.kv_cache_tensors)
+        tracker = Tracker()
+        setattr(manager, _FOLLOWED, tracker)
+        return CpuTier(tracker, int(chunks), total // int(config.num_blocks) // block_tokens)
+
+
+def _offloading_schedulers(connector: Any) -> Iterator[Any]:
+    """Yield the scheduler's half of each OffloadingConnector; a MultiConnector has several connectors."""
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        half = getattr(each, "connector_scheduler", None)
+        if hasattr(half, "manager") and hasattr(half, "config"):
+            yield half
+
+
+def _managers(manager: Any) -> Iterator[Any]:
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    first = getattr(manager, "primary_tier", manager)
+    if isinstance(first, CPUOffloadingManager):
+        yield first
+
+
+def _hashes(keys: Iterable[bytes]) -> list[bytes]:
+    """Return the block hashes of these keys, which end in the number of the KV cache group in 4 bytes."""
+    return [bytes(key[-wire.HASH_BYTES - 4 : -4]) for key in keys]
+
+
+def _complete_store(original: Any, manager: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(manager, keys, *args, **kwargs)
+    tracker = vars(manager).get(_FOLLOWED)
+    if tracker is not None and kwargs.get("success", args[1] if len(args) > 1 else True):
+        with swallow_errors(_FAILED):
+            tracker.stored(_hashes(keys))
+    return result
+
+
+def _prepare_store(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(manager, *args, **kwargs)
+    tracker = vars(manager).get(_FOLLOWED)
+    if tracker is not None and result is not None and result.evicted_keys:
+        with swallow_errors(_FAILED):
+            tracker.removed(_hashes(result.evicted_keys))
+    return result
+
+
+def _reset_cache(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(manager, *args, **kwargs)
+    tracker = vars(manager).get(_FOLLOWED)
+    if tracker is not None:
+        tracker.cleared()
+    return result
+
+
+def _increase_counter(meter: LoadMeter, names: Any, original: Any, stats: Any, *args: Any, **kwargs: Any) -> Any:
+    with swallow_errors("could not read the time of a load"):
+        name, value = [*args, *kwargs.values()][:2] if len(args) + len(kwargs) > 1 else ("", 0)
+        if name == names.LOAD_BYTES:
+            meter.loaded(float(value))
+        elif name == names.LOAD_TIME:
+            meter.took(float(value))
+    return original(stats, *args, **kwargs)
