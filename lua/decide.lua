@@ -26,7 +26,8 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       empty if it is not known),
       then for each of <= 4 chains: scheme id (each once), block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
-      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none)}, in mode 2
+      prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none), what of the
+      match must be loaded from a tier (tokens, seconds and number of the kind of tier; empty: nothing)}, in mode 2
       then what DRY returns after why; for a client with limits, last of all {requests of the client in flight, tokens
       that it has used}; or
       {QUEUED, FULL or DISPLACED, number of waiting tickets, ms of work in them, price of the turn in seconds
@@ -40,8 +41,8 @@ Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait
 Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
       session_line, places, way:<tenant><hash>
 --]]
-local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key =
-  unpack(KEYS)
+local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key,
+  sets_key = unpack(KEYS)
 local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
@@ -87,7 +88,7 @@ if known then
   local worker = sub(known, worker_at, worker_at + length - 1)
   local flags = unpack_from(ROW_FLAGS, call("HGET", load_key, worker) or ("\0"):rep(ROW_BYTES), FLAGS_AT)
   return { "KNOWN", worker, own % JUDGED, 0, 0, "0", url_of(worker, flags), 0, tokens, prefill, decode, flags, "known",
-    sub(session, 2) }
+    sub(session, 2), "" }
 end
 local time = call("TIME")
 local now = time[1] * 1000 + floor(time[2] / 1000)
@@ -116,7 +117,7 @@ end
 s.policy, s.seed, s.prefix_tokens, s.order, s.objective_s = policy, seed, prefix_tokens, order, objective_s
 s.terms = mode >= MODE_DRY and {} or nil
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key)
+local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key, sets_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 
@@ -182,8 +183,10 @@ local prefill, context = reserve(s, w, load_key, leases_key, lease_key, prefix, 
 local noted = note_session and note_session(w, context) or ""
 if served then served(prefill + max(0, decode_tokens - prompt_tokens)) end
 if policy == "round_robin" then call("HINCRBY", counts_key, "round_robin", 1) end
+local tiers = s.tiers
 local answer = { "BOOKED", worker, s.matched[w] or 0, s.speculated[w] and 1 or 0, s.flagged, format("%.6f", s.cost[w]),
-  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why, noted }
+  url_of(worker, flags), s.wait[w], prompt_tokens, prefill, context, flags, why, noted,
+  tiers and tiers.tokens[w] and format("%d %.6f %d", tiers.tokens[w], tiers.seconds[w], tiers.kind[w]) or "" }
 if mode == MODE_EXPLAIN then answer = (include "decide/dump_state")(s, answer, w, match_seen) end
 if client then -- after `served`, which ended what the ticket counted
   client.hold(now + replica.lease_ms)

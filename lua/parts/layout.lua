@@ -45,6 +45,7 @@ local HASH_HALVES = ">I4I4"
 -- A further set of blocks: its slot, the slot of its worker's main set, seconds to load a token (if it is a tier),
 -- number of its kind
 local FURTHER_SET = ">I4I4dB"
+local KIND_OF_ENDS = 0 -- the number of the kind `ends`; those of tiers are larger
 
 -- A label price: the slot of a worker that lacks a preferred label, and the seconds that its cost is raised by
 local LABEL_PRICE = ">I4d"

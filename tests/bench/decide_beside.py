@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parents[2]
 CONSTANTS_AT, SESSION_AT = 2, 18  # among decide's arguments
-SESSION_FOUND_AT = 13  # in its answer
+SESSION_FOUND_AT, LOADS_AT = 13, 14  # in its answer
 NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
 STANDING = 200  # open reservations while decisions are timed
@@ -82,6 +82,10 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
     def takes_session(self) -> bool:
         return "limits, session" in self.texts["decide"]
 
+    @property
+    def knows_tiers(self) -> bool:
+        return "sets_key = unpack(KEYS)" in self.texts["decide"]
+
     def arguments(self, ours: list[Any]) -> list[Any]:
         """Return the arguments of this checkout's decide for the same decision."""
         packed, record = ours[CONSTANTS_AT], struct.Struct(self.record)
@@ -93,9 +97,11 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
 
     def answer(self, found: Any) -> Any:
         """Return an answer of this checkout's decide in the form of ours."""
-        if self.takes_session or not isinstance(found, list) or found[0] not in (b"BOOKED", b"KNOWN"):
+        if not isinstance(found, list) or found[0] not in (b"BOOKED", b"KNOWN"):
             return found
-        return [*found[:SESSION_FOUND_AT], b"", *found[SESSION_FOUND_AT:]]
+        if not self.takes_session:
+            found = [*found[:SESSION_FOUND_AT], b"", *found[SESSION_FOUND_AT:]]
+        return found if self.knows_tiers else [*found[:LOADS_AT], b"", *found[LOADS_AT:]]
 
 
 def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
@@ -243,7 +249,7 @@ def random_fleet(rng: random.Random) -> list[tuple[Any, ...]]:
     for slot in rng.sample(range(1, 900), rng.choice((1, 2, 3, 6, 12, 40))):
         name, flags = f"w{slot}.0", int(USUAL)
         for flag in Flag:
-            if rng.random() < 0.06:
+            if rng.random() < 0.06 and flag is not Flag.SETS:  # blocks are searched in another way then
                 flags ^= flag
         busy, foreign = not idle and rng.random() < 0.7, rng.random() < 0.3
         row = LoadRow(

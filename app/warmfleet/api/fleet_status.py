@@ -20,6 +20,7 @@ from warmfleet.pools.reasons import (
     moved_in_words,
     places_in_words,
     queue_in_words,
+    where_held,
 )
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
@@ -370,7 +371,9 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
     for candidate in candidates:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
-        rows.append(asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen})
+        where = (candidate.matched_tokens, candidate.tier_tokens, candidate.tier_s, candidate.tier)
+        row = asdict(candidate) | {"matched_blocks": blocks, "chosen": candidate.worker_id == chosen}
+        rows.append(row | {"where_held": where_held(*where)})
     return _prompt_fields(pool, prompt, why, in_words(pool.policy.name, why, seen)) | {
         "moved": moved_in_words(pool.policy.name, chosen, seen),
         "waits": seen.waits,

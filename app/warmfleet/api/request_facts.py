@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.engines.output_tokens import REPORTED
+from warmfleet.pools.reasons import where_held
 
 if TYPE_CHECKING:
     from warmfleet.tracing.request_record import RequestRecord, TryRecord
@@ -77,6 +78,9 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
             "cached_tokens": cached_tokens(served),
             "tokens": output_tokens(record.tries[-1]),
         }
+        if decision.tier_tokens:
+            held = decision.matched_tokens, decision.tier_tokens, decision.tier_s, decision.tier
+            told["where_held"] = where_held(*held)
     if served.pool:
         told["pool"] = served.pool
     for attempt in record.tries:
@@ -97,10 +101,12 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 def predicted_s(attempt: TryRecord) -> float | None:
     """Predict the seconds from the engine's receipt of a request to its first token: the prefill of requests ahead and
-    of the prompt's uncached part, at the engine's measured speed. None without a decision of Redis or a known speed."""
+    of the prompt's uncached part, at the engine's measured speed, and the loads from tiers. None without a decision of
+    Redis or a known speed."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
-    return attempt.token_s * (attempt.decision.wait_tokens + attempt.decision.prefill_tokens)
+    decision = attempt.decision
+    return attempt.token_s * (decision.wait_tokens + decision.prefill_tokens) + decision.tier_s
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:

@@ -41,6 +41,7 @@ TERMS = {
     "busy_s": "BUSY",
     "label_s": "LABELS",
     "decode_s": "DECODE",
+    "load_s": "LOAD",
 }
 LAST_READING = """\
 Redis does not answer. These are the workers as this replica read them {age_s:.0f} s ago; PREFILL AHEAD, DECODING:
@@ -52,7 +53,8 @@ These add up to COST, in ms. WAIT: what is ahead; COMPUTE: the rest of the promp
 engine is making already; LEAVE: what another engine alone holds, as a session's past; EVICT: what has to make room in
 the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessions come back;
 LABELS: for preferred labels that it lacks (WARMFLEET_PREFER); DECODE: answers under way that become
-slower (an engine whose other costs are higher by the whole prompt counts like the one where they lose most).
+slower (an engine whose other costs are higher by the whole prompt counts like the one where they lose most);
+LOAD: what only a tier of the engine holds.
 """
 PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If
@@ -100,6 +102,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
         return [(head, about), "no worker takes requests: `warmfleet workers` says why"]
     chosen_s = next((float(row["cost_s"]) for row in rows if row["chosen"]), float(rows[0]["cost_s"]))
     parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
+    parts += [f"{row['worker_id']} holds {row['where_held']}." for row in rows if row.get("where_held")]
     if answer["policy"] == "cost":
         parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
     if answer["chosen"]:

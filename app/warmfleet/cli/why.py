@@ -34,6 +34,7 @@ FACTS = {
     "ms": "whole",
     "prompt_tokens": "prompt tokens",
     "matched_tokens": "predicted in cache",
+    "where_held": "of these",
     "cached_tokens": "found in cache",
     "tokens": "tokens of the answer",
     "chunks": "chunks",

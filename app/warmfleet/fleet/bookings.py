@@ -40,13 +40,14 @@ URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
 RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
-ANSWER_FIELDS = 14  # number of fields in decide's answer to a booked request; an explanation may follow
+ANSWER_FIELDS = 15  # number of fields in decide's answer to a booked request; an explanation may follow
 #: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
 NO_OBJECTIVE = pack(0.0)
 TENANT_BYTES = 8
+TIERS = {1: "cpu", 2: "disk"}  # kinds of tiers by their numbers in lua/parts/shared/further_sets.lua
 NO_TENANT = bytes(TENANT_BYTES)
 PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome), "due")}
 
@@ -115,6 +116,7 @@ class Decision:
     request shows whether it serves again (lua/eject.lua). why: one word, see lua/parts/decide/cost_rule.lua. seen: None
     unless ``explain`` was set. session: the id of the request's session in the ledger, empty without one; ``settle``
     wants it at the end. use: how much of its limits the client uses; None if it has none or the id was known.
+    tier_tokens: of matched_tokens, those that the engine must load from a tier, which takes tier_s; tier: its kind.
     """
 
     reservation: str
@@ -136,6 +138,9 @@ class Decision:
     seen: Seen | None = None
     use: ClientUse | None = None
     session: bytes = b""
+    tier_tokens: int = 0
+    tier_s: float = 0.0
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +148,11 @@ class Seen:
     """All that a choice saw besides its ``Question``.
 
     context: median_tps, block_tokens, turn (counter of policy round_robin), now_ms (modulo 2**32). rows: for each
-    candidate worker_id, matched_tokens, speculative_tokens, load row, cost_s, terms. waits: the request must wait in
-    the queue first. tie_s: the most seconds above the lowest cost that counted as equal. room: if tickets were in the
-    queue, but the request was booked at once, the numbers of the rows (from 1) whose workers had room, joined by
-    commas. turn_s, turn_at: if the request must wait, ``Queued.turn_s`` and the number of its worker's row; else 0.
-    hold: if the request's session would be held, its place in the line.
+    candidate worker_id, matched_tokens, speculative_tokens, load row, cost_s, terms, tier_tokens, tier_s, number of the
+    tier's kind. waits: the request must wait in the queue first. tie_s: the most seconds above the lowest cost that
+    counted as equal. room: if tickets were in the queue, but the request was booked at once, the numbers of the rows
+    (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the request must wait, ``Queued.turn_s`` and
+    the number of its worker's row; else 0. hold: if the request's session would be held, its place in the line.
     """
 
     context: tuple[int, int, int, int]
@@ -182,7 +187,7 @@ class Terms:
     for those of them that another worker is computing now. leave_s: for those of them that only one other worker has in
     its cache. evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent
     share of time in prefill. label_s: for preferred labels that the worker lacks. decode_s: for answers
-    under way that the prompt makes slower (lua/parts/decide/cost_rule.lua).
+    under way that the prompt makes slower. load_s: for loading what only a tier of the worker holds.
     """
 
     wait_s: float
@@ -193,6 +198,7 @@ class Terms:
     busy_s: float
     label_s: float
     decode_s: float
+    load_s: float
 
     @classmethod
     def of(cls, told: bytes) -> Terms:
@@ -201,7 +207,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as a decision sees it. matched_tokens: of the prompt, cached or being computed for other requests."""
+    """A worker as a decision sees it. matched_tokens: of the prompt, cached or being computed for other requests.
+
+    tier_tokens, tier_s, tier: as in ``Decision``.
+    """
 
     worker_id: str
     matched_tokens: int
@@ -216,6 +225,9 @@ class Candidate:
     flags: int
     cost_s: float
     terms: Terms
+    tier_tokens: int
+    tier_s: float
+    tier: str
 
 
 class Shortfall(NamedTuple):
@@ -273,9 +285,23 @@ class Bookings:
     def decision(self, question: Question, answer: list[Any]) -> Decision:
         """Return the Decision in decide's answer to a request that is booked."""
         use = ClientUse(*answer.pop()) if question.limits is not None and answer[0] == b"BOOKED" else None
-        outcome, worker, matched, speculative, flagged, cost, url, wait, prompt, prefill, decode, flags, why, sid = (
-            answer[:ANSWER_FIELDS]
-        )
+        (
+            outcome,
+            worker,
+            matched,
+            speculative,
+            flagged,
+            cost,
+            url,
+            wait,
+            prompt,
+            prefill,
+            decode,
+            flags,
+            why,
+            sid,
+            load,
+        ) = answer[:ANSWER_FIELDS]
         worker_id = worker.decode()
         approximate = flags & APPROXIMATE != 0
         return Decision(
@@ -298,6 +324,7 @@ class Bookings:
             Seen.of(answer[ANSWER_FIELDS:]) if len(answer) > ANSWER_FIELDS else None,
             use,
             sid,
+            *(_load(*load.split()) if load else ()),
         )
 
     async def settle(
@@ -440,10 +467,17 @@ def _packed_scheme(scheme_id: int, block_tokens: int) -> bytes:
     return pack_int(scheme_id) + pack_int(block_tokens)
 
 
+def _load(tokens: bytes, seconds: bytes, kind: bytes) -> tuple[int, float, str]:
+    """Read what must be loaded from a tier: tokens, seconds, kind of tier."""
+    return int(tokens), float(seconds), TIERS.get(int(kind), "")
+
+
 def _candidate(
-    worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes, terms: bytes
+    worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes, terms: bytes, *load: Any
 ) -> Candidate:
     row = LoadRow.unpack(packed)
-    load = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
+    busy = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
     cache = (row.blocks, row.capacity_blocks, row.flags)
-    return Candidate(worker_id.decode(), matched, speculative, *load, *cache, float(cost_s), Terms.of(terms))
+    return Candidate(
+        worker_id.decode(), matched, speculative, *busy, *cache, float(cost_s), Terms.of(terms), *_load(*load)
+    )

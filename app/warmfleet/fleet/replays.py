@@ -95,13 +95,16 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
         weights = {field.name: told[field.name] for field in fields(Weights)}
         numbers = {name: record[name] for name in NUMBERS} | {"turn": record["turn"] if own else turn}
         order = record["order"] if own else record["rings"].get(policy, [])
-        candidates = [(bytes.fromhex(row), matched, speculative) for row, matched, speculative in record["candidates"]]
+        # A log from before 2026-11-28 does not tell what had to be loaded from tiers: nothing was known of them.
+        candidates = [
+            (bytes.fromhex(row), *numbers, *(0, 0)[: 4 - len(numbers)]) for row, *numbers in record["candidates"]
+        ]
         texts: dict[str, Any] = {"policy": policy or record["policy"], "order": ",".join(order)}
         prices = {int(slot): float(seconds) for slot, seconds in record.get("label_prices", {}).items()}
         texts["room"] = record.get("room", "")  # logs from before 2026-11-23 have none
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequest(f"this is no record of a decision log: {type(error).__name__} {error}") from error
-    matches = [number for _, *two in candidates for number in two]
+    matches = [number for _, *told in candidates for number in told]
     if not all(type(number) in (int, float) for number in [*weights.values(), *numbers.values(), *matches]):
         raise BadRequest("this is no record of a decision log: a number is of another type")
     if type(texts["policy"]) is not str or type(texts["room"]) is not str:

@@ -49,7 +49,9 @@ TERMS = {
     "busy_s": "because it was busy lately",
     "label_s": "for preferred labels that it lacks",
     "decode_s": "for the answers under way",
+    "load_s": "to load what only a tier holds",
 }
+TIERS = {"cpu": "in CPU memory", "disk": "on disk"}  # by the kind of tier
 #: Words for the reasons that warmfleet_fallback_requests_total counts; any other reason is an error code (REFUSED).
 FALLBACK = {
     "away": "Redis did not answer in time",
@@ -94,6 +96,14 @@ def moved_in_words(policy: str, chosen: str, seen: Seen) -> str:
     of_these = f", above all {mainly}" if mainly else ""
     tokens = most.matched_tokens - own.matched_tokens
     return f"{most.worker_id} holds {tokens} tokens more of it but costs {1_000 * more_s:.0f} ms more{of_these}"
+
+
+def where_held(matched: int, tier_tokens: int, tier_s: float, tier: str) -> str:
+    """Tell where an engine holds its part of the prompt; "" if all of that is on the GPU."""
+    if not tier_tokens:
+        return ""
+    where = TIERS.get(tier, "in a tier")
+    return f"{matched - tier_tokens:,} on the GPU, {tier_tokens:,} {where} ({max(1, round(1_000 * tier_s))} ms)"
 
 
 def fallback_in_words(fallback: str) -> str:

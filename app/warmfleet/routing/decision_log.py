@@ -64,7 +64,10 @@ def record(
         "turn": turn,
         "now_ms": now_ms,
         "room": seen.room,
-        "candidates": [[row.hex(), matched, making] for _, matched, making, row, *_ in seen.rows],
+        "candidates": [
+            [row.hex(), matched, making, loads, float(seconds)]
+            for _, matched, making, row, _, _, loads, seconds, _ in seen.rows
+        ],
         "worker_id": decision.worker_id,
         "why": decision.why,
         "cost_s": f"{decision.cost_s:.6f}",

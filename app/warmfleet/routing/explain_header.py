@@ -53,6 +53,7 @@ def explanation(question: Question, weights: Weights, decision: Decision) -> byt
             "cost": row.cost_s,
             "terms": terms_of(row),
         }
+        | ({"tier": row.tier, "tier_tokens": row.tier_tokens, "tier_s": row.tier_s} if row.tier_tokens else {})
         for row in rows
     ]
     head = {

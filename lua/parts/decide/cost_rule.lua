@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + decoding * (slows - least slows)
+    + decoding * (slows - least slows) + min(2 * loading, lambda * loads / speed)
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -27,6 +27,9 @@ decide/baseline_policies.
             engines would compute the common beginning of a burst
   busy_share  share of its time that the worker spent in prefill lately. A session comes back to its worker, so future
             work counts, and recent work predicts it. As a share of time, it costs fast and slow workers alike
+  loads     tokens of the prompt that only a tier of the worker holds (decide/tiers); `loading` is the time to load
+            them. It is charged twice, because a prompt's beginning that is only in a tier has left the GPU before, and
+            will again; but a load costs no more than computing. A session also stays for what a tier holds
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
             label is preferred, or if the worker joined after the replica last read the workers' records
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins
@@ -39,8 +42,9 @@ a bigger match is no reason to join a longer line if the objective is met withou
 Guarantee: pure: the same state gives the same choice. lua/replay.lua runs this code on the states of a decision log.
 The state: from shared/candidates (rows, slots, unmatchable, load_s, speed, fill, crowd, cost, count, least_wait,
 total_fill, delays, total_busy, total_filled; base_s and busy_share, for terms and objective_s only), from
-decide/prefix_match (matched, speculated, block), and the request: policy, prompt, seed, prefix_tokens, order,
-objective_s, constants (shared/constants), turn (decisions that round_robin has made).
+decide/prefix_match (matched, speculated, block; and tokens and seconds of tiers, if there are any), and the request:
+policy, prompt, seed, prefix_tokens, order, objective_s, constants (shared/constants), turn (decisions that round_robin
+has made).
 Returns two functions: choose(state), and with_room (below).
 choose returns the candidate and one word for what decided: lowest (cost or load), home, prefix, pressure, flight, seed
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
@@ -48,11 +52,12 @@ or objective; with other policies also match, smallest, imbalance, bound or turn
   s.decode_s  the term of slows, by candidate; nil if it is 0 for all
   s.tie_s  seconds above the lowest cost within which a cost counts as equal to it
   s.terms  if it is a table: by candidate the terms of the cost, in seconds with their weights: wait, uncached, again,
-           lost, overfill and crowd, busy_share, label_price, decodes and context
+           lost, overfill and crowd, busy_share, label_price, decodes and context, loads
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local FILLED = 0.5 -- share of caches from which on contexts count as filling them (decoding)
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
+local LOADS_TWICE = 2
 local DECODE_TERM = 8 -- index of the term of slows in s.terms
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -173,6 +178,20 @@ local function add_decode_terms(s, own, making, lowest, cheapest)
   return lowest, cheapest
 end
 
+-- Return load_s (shared/candidates) with the price of loads. own: useful tokens of each match.
+local function with_loads(s, own, lambda)
+  local tiers, found = s.tiers, {}
+  for i = 1, s.count do
+    local tokens, seconds = tiers.tokens[i], s.load_s[i]
+    if tokens then
+      local useful = max(0, own[i] - (s.matched[i] - tokens)) -- of the tokens to load
+      seconds = seconds + min(LOADS_TWICE * tiers.seconds[i] * useful / tokens, lambda * useful / s.speed[i])
+    end
+    found[i] = seconds
+  end
+  return found
+end
+
 -- own: useful tokens of each match. home: the session's home (first candidate of `order`) or nil.
 local function lowest_cost(s, own, home)
   local constants, prompt, count = s.constants, s.prompt, s.count
@@ -180,6 +199,7 @@ local function lowest_cost(s, own, home)
   local kappa, pressure, stay = constants.kappa, constants.pressure_price, constants.stay - 1
   local label_prices = constants.label_prices
   local lambda = s.least_wait > 0 and constants.lambda or 1
+  if s.tiers then load_s = with_loads(s, own, lambda) end
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is computing now
@@ -211,7 +231,7 @@ local function lowest_cost(s, own, home)
       local again, lost = max(0, making - (held or 0)), held and held > second and 0 or leaves
       terms[i] = { constants.wait_price * s.base_s[i], lambda * uncached / tps, kappa * again / tps, lost / tps,
         evicts / tps, constants.place * prompt / s.median * s.busy_share[i],
-        label_prices and label_prices[s.slots[i]] or 0, 0 }
+        label_prices and label_prices[s.slots[i]] or 0, 0, load_s[i] - s.load_s[i] }
     end
     cost[i] = seconds
     if seconds < lowest then lowest, cheapest = seconds, i end

@@ -10,7 +10,8 @@ verification may have shortened it afterwards). Returns the answer with, at its 
  price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait),
  the answer HELD if the session would be held (decide/session), else {}},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in
-seconds, joined by commas (decide/cost_rule)}.
+seconds, joined by commas (decide/cost_rule), tokens of the match to be loaded from tiers, seconds that this
+takes, number of the kind of tier}.
 --]]
 return function(s, answer, chosen, match_seen)
   local format, with_room = string.format, {}
@@ -28,10 +29,15 @@ return function(s, answer, chosen, match_seen)
       tokens = math.min(blocks * ARGV[chain + 1], s.prompt)
     end
     local match = i == chosen and match_seen or s.matched[i] or 0
+    local tiers = s.tiers
+    local loads, loading = tiers and tiers.tokens[i], tiers and tiers.seconds[i]
+    local seen = i == chosen and tiers and tiers.seen
+    if seen and seen.candidate == i then loads, loading = seen.tokens, seen.seconds end
     local terms = s.terms[i]
     for term, seconds in ipairs(terms) do terms[term] = format("%.6f", seconds) end
     answer[#answer + 1] = { row:sub(WORKER_ID_AT), match, tokens, row, format("%.6f", s.cost[i]),
-      table.concat(terms, ",") }
+      table.concat(terms, ","), loads or 0, loads and format("%.6f", loading) or 0,
+      loads and tiers.kind[i] or 0 }
   end
   return answer
 end

@@ -7,8 +7,9 @@ reservations will make (x:<hash> at checkpoints, between them the chains c: of t
 
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
-Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, and the key of the
-leases' records. Returns an error reply, or nil. Adds to the state, by candidate:
+Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
+leases' records and the key `sets`. Returns an error reply, or nil. If a candidate has tiers, decide/tiers adds what can
+be loaded from them. Adds to the state, by candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
   counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
   node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is
@@ -20,16 +21,18 @@ local max, min, format, tonumber = math.max, math.min, string.format, tonumber
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
 local checkpoints = include "decide/checkpoints"
 
-return function(s, prefix, prompt, max_probes, first_chain, lease_key)
+return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
+  local tiers = s.has_sets and (include "decide/tiers")(sets_key)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
   -- fewer workers hold it, so no worker's run ends between two blocks whose sets (b:) have one size. In each round
   -- every interval with different sizes at its ends is halved once, so all are equally wide when no call is left.
-  local function ends_of(hashes, n, holders)
+  -- size_of: a function of a block in place of the size of its set (decide/tiers); nil: the size.
+  local function ends_of(hashes, n, holders, size_of)
     local low, low_size, high, high_size = { 1 }, { holders }, { n + 1 }, { 0 } -- of each interval: blocks, holders
     local ends, halved, first = {}, true, n -- often the whole prompt is cached: look there first
     while halved do
@@ -45,7 +48,8 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
           ends[place] = l
         elseif ls ~= hs then
           local middle = first or floor((l + h) / 2)
-          local size = call("SCARD", b .. sub(hashes, middle * 8 - 7, middle * 8))
+          local key = b .. sub(hashes, middle * 8 - 7, middle * 8)
+          local size = size_of and size_of(key) or call("SCARD", key)
           first, halved, probes = nil, true, probes - 1
           if size == hs then
             high[k] = middle
@@ -121,14 +125,20 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
       local by_slot = s.by_slot[scheme] or {}
       local function key(of, block) return of .. sub(hashes, block * 8 - 7, block * 8) end
-      local ends = holders > 0 and ends_of(hashes, n, holders) or {}
+      local size_of
+      if tiers and holders > 0 then holders, size_of = tiers.of_chain(b .. first, by_slot) end
+      local ends = holders > 0 and ends_of(hashes, n, size_of and size_of(b .. first) or holders, size_of) or {}
       for k = 1, #ends do -- the deepest end that a candidate holds is its depth
         local block = ends[k]
         local slots = block == 1 and call("SMEMBERS", b .. first) or call("SINTER", b .. first, key(b, block))
         local tokens = min(block * size, prompt)
         for m = 1, #slots do
           local i = by_slot[slots[m] + 0]
-          if i and not depth[i] then depth[i], matched[i], holders = block, tokens, holders - 1 end
+          if i and not depth[i] then
+            depth[i], matched[i], holders = block, tokens, holders - 1
+          elseif not i and tiers and tiers.note(slots[m] + 0, block, tokens, by_slot) then
+            holders = holders - 1
+          end
         end
         if holders <= 0 then break end
       end
@@ -171,4 +181,8 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key)
   end
   s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed
   s.chain_of, s.counted, s.node, s.replace = chain_of, counted, node, replace
+  if tiers then
+    s.tiers = tiers
+    tiers.extend(matched)
+  end
 end

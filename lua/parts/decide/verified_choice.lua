@@ -5,8 +5,11 @@ A match is found by bisection, which is exact only while a worker's set of block
 predecessors). If a chosen worker's set is not, its reverse set (s:) tells how many blocks it holds without a gap, of at
 most 2048 blocks; beyond these the match is a lower bound and s.flagged is 1. The choice is repeated twice at most.
 
+So it is with the tiers of a chosen worker (decide/tiers), from the end of what its GPU holds.
+
 Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
-and s.confirmed if blocks are missing. Returns the candidate, one word why, and its match as the choice saw it.
+and s.confirmed if blocks are missing. Returns the candidate, one word why, and its match as the choice saw it; the
+part of the match that it must load, as the choice saw that, is s.tiers.seen.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local min, band = math.min, bit.band
@@ -15,9 +18,8 @@ local VERIFY_BLOCKS, CHUNK_BLOCKS, MAX_CHOICES = 2048, 512, 3
 return function(s, prefix, choose)
   local to_verify, matched = VERIFY_BLOCKS, s.matched
 
-  -- Count the confirmed blocks that a worker holds without a gap.
-  local function verify(slot, hashes, depth)
-    local whole = 0
+  -- Count the blocks up to which a slot holds the chain without a gap, beginning behind the block `whole`.
+  local function verify(slot, hashes, depth, whole)
     while whole < depth and to_verify > 0 do
       local chunk = {}
       for block = whole + 1, min(whole + CHUNK_BLOCKS, depth) do
@@ -38,10 +40,22 @@ return function(s, prefix, choose)
     local slot, flags, scheme = unpack_from(ROW_SLOT_TO_SCHEME, s.rows[w], SLOT_AT)
     local c, depth = s.chain_of[scheme], s.confirmed[w]
     match_seen = matched[w] or 0
-    if not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED then break end
-    s.confirmed[w] = verify(slot, ARGV[c + 2], depth)
-    if s.confirmed[w] == depth then break end
-    if not s.speculated[w] then matched[w] = min(s.confirmed[w] * ARGV[c + 1], s.prompt) end
+    local tiers = s.tiers
+    if tiers then tiers.seen = { candidate = w, tokens = tiers.tokens[w], seconds = tiers.seconds[w] } end
+    tiers = tiers and tiers.held[w] and tiers
+    local is_whole = not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED
+    if is_whole and not tiers then break end
+    if not is_whole then
+      s.confirmed[w] = verify(slot, ARGV[c + 2], depth, 0)
+      is_whole = s.confirmed[w] == depth
+      if not is_whole and not s.speculated[w] then
+        matched[w] = min(s.confirmed[w] * ARGV[c + 1], s.prompt)
+        if tiers then tiers.held[w] = matched[w] end
+      end
+    end
+    if tiers then is_whole = tiers.whole(w, verify, ARGV[c + 2], ARGV[c + 1], s.prompt) and is_whole end
+    if is_whole then break end
+    if tiers then tiers.load(w) end
   end
   return w, why, match_seen
 end

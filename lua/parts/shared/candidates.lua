@@ -17,7 +17,8 @@ Returns the state of a decision. By candidate (entries beyond `count` are meanin
   crowd (caches that the booked contexts need beyond its own; nil: they fit; no table if they fit everywhere)
   decodes (requests in flight) and delays (seconds by which a prompt that must be computed whole delays their answers:
   slows in decide/cost_rule); no delays if both weights are 0
-For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), count, least_wait, total_fill, total_busy
+For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), has_sets (whether any of these candidates
+reports further sets of blocks: shared/further_sets), count, least_wait, total_fill, total_busy
 (sum of busy_share), total_filled (sum of the shares of caches that contexts need; both set if delays is), constants,
 median, prompt, now.
 --]]
@@ -36,6 +37,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   local answer_price = (constants.decode_price + context_price) * prompt
   local delays, decodes, total_busy, total_filled = answer_price > 0 and {} or nil, {}, 0, 0
   local is_detailed = split or delays
+  local has_sets = false
 
   -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
   -- may not be matched; else the table of by_slot for its scheme. Stored, except of workers on trial.
@@ -46,6 +48,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
         and not (on_trial and unpack_from(ROW_IN_FLIGHT, row, IN_FLIGHT_AT) > 0) then
       by_slot[scheme] = by_slot[scheme] or {}
       use = band(flags, MATCHABLE) ~= 0 and by_slot[scheme] or "load"
+      has_sets = has_sets or use ~= "load" and band(flags, FLAG_SETS) ~= 0
     end
     if not on_trial then usable[kind] = use end
     return use
@@ -132,5 +135,5 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
     constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
     order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
     confirmed = nil, chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
-    turn_s = nil, turn_at = nil }
+    turn_s = nil, turn_at = nil, has_sets = has_sets, tiers = nil }
 end

@@ -14,7 +14,7 @@ Takes the keys sets, retired and digest, and the worker's id. Returns
 --]]
 local call = redis.call
 local KINDS = {
-  ends = { number = 0, forward = "e:", mark = ":e", ps_per_byte = 0 },
+  ends = { number = KIND_OF_ENDS, forward = "e:", mark = ":e", ps_per_byte = 0 },
   cpu = { number = 1, forward = "b:", mark = "", ps_per_byte = 40 },
   disk = { number = 2, forward = "b:", mark = "", ps_per_byte = 200 },
 }

@@ -141,7 +141,7 @@ def test_recent_decisions_are_bounded_and_summed() -> None:
 
 
 def told() -> Decision:
-    row = [b"w", 16, 0, LoadRow().pack("w"), b"0.5", b",".join([b"0"] * len(fields(Terms)))]
+    row = [b"w", 16, 0, LoadRow().pack("w"), b"0.5", b",".join([b"0"] * len(fields(Terms))), 0, b"0", 0]
     return replace(decision(), seen=Seen((1_000, 16, 0, 0), [row], waits=False, tie_s=0.005))
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
 from warmfleet.api.access_log import AccessLog
+from warmfleet.api.request_facts import facts
 from warmfleet.api.request_reasons import told
 from warmfleet.errors import BadRequest, QueueTimeout, UpstreamGone
 from warmfleet.fleet import Decision
@@ -369,6 +371,14 @@ def served(*, stream: bool = True, first_s: float = 1.0, **of_try: Any) -> tuple
     return record, one
 
 
+def test_a_part_that_was_loaded_from_a_tier_is_told_and_predicted() -> None:
+    held = replace(decision(matched=3_072), tier_tokens=2_048, tier_s=0.038, tier="cpu")
+    found = facts(served(decision=held)[0])
+    assert found["where_held"] == "1,024 on the GPU, 2,048 in CPU memory (38 ms)"
+    assert found["predicted_ms"] == pytest.approx(0.1 * (4_100 - 3_072) + 38, abs=0.2)
+    assert "where_held" not in facts(served()[0])
+
+
 def _queued() -> RequestRecord:
     record, one = served(first_s=3.3)
     one.queued_at, one.waiting, one.work_s = 100.0, 5, 6.25
@@ -543,7 +553,6 @@ def test_the_slow_and_the_failed_outlive_the_others_and_all_are_bounded() -> Non
 
 
 def test_a_record_holds_no_fleet_and_no_answer() -> None:
-    from dataclasses import replace
     from types import SimpleNamespace
 
     from warmfleet.fleet import Seen

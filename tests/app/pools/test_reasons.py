@@ -9,7 +9,7 @@ from pathlib import Path
 from warmfleet.fleet import Seen, Terms
 from warmfleet.fleet.rows import LoadRow
 from warmfleet.pools import reasons
-from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words, moved_in_words
+from warmfleet.pools.reasons import OF_A_TIE, REASONS, in_words, moved_in_words, where_held
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = (ROOT / "lua/parts/decide/cost_rule.lua", ROOT / "lua/parts/decide/baseline_policies.lua")
@@ -41,6 +41,12 @@ def test_a_word_that_is_not_of_a_tie_stands_alone() -> None:
     assert in_words("cost", "a word of a later version", NOTHING_SEEN) == "a word of a later version"
 
 
+def test_where_a_prompt_is_held() -> None:
+    assert where_held(16_384, 12_288, 0.0384, "cpu") == "4,096 on the GPU, 12,288 in CPU memory (38 ms)"
+    assert where_held(48, 48, 0.0001, "disk") == "0 on the GPU, 48 on disk (1 ms)"
+    assert where_held(48, 0, 0.0, "") == ""
+
+
 def test_every_term_of_a_cost_has_its_words() -> None:
     assert list(reasons.TERMS) == [field.name for field in fields(Terms)]
 
@@ -54,6 +60,7 @@ def candidate(name: str, matched: int, **terms: float) -> list[object]:
         LoadRow().pack(name),
         b"%f" % sum(told),
         b",".join(b"%f" % part for part in told),
+        *(0, b"0.0", 0),  # nothing is to be loaded from a tier
     ]
 
 

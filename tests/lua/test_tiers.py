@@ -1,0 +1,205 @@
+"""decide on workers with tiers: what a tier holds of the prompt counts as held, at the price of loading it."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.support.fleet.keyspace import BLOCK, READY
+
+from warmfleet.fleet import Flag
+
+if TYPE_CHECKING:
+    from tests.support.fleet.keyspace import Keyspace
+
+    from warmfleet.fleet import Candidate
+
+CPU, DISK = 1, 2
+FAST, SLOW = 1e-6, 1e-3  # seconds to load a token; to compute one takes 1e-4
+TIERED = READY | Flag.SETS
+
+
+async def tier(
+    keyspace: Keyspace, number: int, hashes: bytes, depth: int, price: float = FAST, kind: int = CPU, slot: int = 0
+) -> int:
+    """Let a tier of this worker hold the first blocks of a chain; return its slot."""
+    slot = slot or 1000 * kind + number
+    await keyspace.hold(slot, hashes, depth)
+    name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind] }"
+    packed = struct.pack(">IIdB", slot, number, price, kind)
+    await cast("Any", keyspace.store.hset(keyspace.keys.sets, name, packed))
+    return slot
+
+
+async def explained(keyspace: Keyspace, hashes: bytes, **fields: Any) -> dict[str, Candidate]:
+    _, rows = await keyspace.fleet.queue.explain(keyspace.ask(hashes, **fields))
+    return {row.worker_id: row for row in rows}
+
+
+@pytest.mark.parametrize(("gpu", "cpu", "held", "loaded"), [(0, 7, 7, 7), (3, 7, 7, 4), (7, 3, 7, 0), (5, 5, 5, 0)])
+async def test_the_tier_continues_what_the_gpu_holds(
+    keyspace: Keyspace, gpu: int, cpu: int, held: int, loaded: int
+) -> None:
+    await keyspace.workers(2, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, gpu)
+    await tier(keyspace, 1, hashes, cpu)
+    rows = await explained(keyspace, hashes)
+    row = rows["w1.0"]
+    assert (row.matched_tokens, row.tier_tokens) == (held * BLOCK, loaded * BLOCK)
+    assert row.tier_s == pytest.approx(loaded * BLOCK * FAST, abs=1e-6)
+    assert row.tier == ("cpu" if loaded else "")
+    assert row.terms.load_s == pytest.approx(2 * row.tier_s, abs=2e-6)
+    assert (rows["w2.0"].matched_tokens, rows["w2.0"].tier_tokens) == (0, 0)
+
+
+async def test_what_a_tier_holds_is_not_booked_as_prefill(keyspace: Keyspace) -> None:
+    await keyspace.workers(2, flags=TIERED)
+    hashes = keyspace.chain(100)
+    await keyspace.hold(2, hashes, 20)
+    await tier(keyspace, 2, hashes, 90)
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+    assert (decision.worker_id, decision.matched_tokens) == ("w2.0", 90 * BLOCK)
+    assert (decision.tier_tokens, decision.tier) == (70 * BLOCK, "cpu")
+    assert decision.tier_s == pytest.approx(70 * BLOCK * FAST, abs=1e-6)
+    assert decision.prefill_tokens == 10 * BLOCK + 1
+    assert (await keyspace.row(2)).prefill_tokens == 10 * BLOCK + 1
+    [lease] = (await keyspace.leases()).values()
+    assert lease.matched_tokens == 90 * BLOCK
+
+
+async def test_loads_count_twice_and_never_more_than_computing(keyspace: Keyspace) -> None:
+    await keyspace.workers(3, flags=TIERED)
+    hashes = keyspace.chain(100)
+    for number, price in enumerate((FAST, 0.4e-4, SLOW), 1):
+        await tier(keyspace, number, hashes, 100, price)
+    rows = await explained(keyspace, hashes)
+    assert rows["w1.0"].terms.load_s == pytest.approx(2 * 1600 * FAST)
+    assert rows["w2.0"].terms.load_s == pytest.approx(2 * 1600 * 0.4e-4)
+    assert rows["w3.0"].terms.load_s == pytest.approx(1600 * 1e-4), "as if it were not there"
+    assert rows["w3.0"].tier_s == pytest.approx(1600 * SLOW), "though the engine will take that long"
+
+
+async def test_the_cheaper_of_loading_and_waiting_wins(keyspace: Keyspace) -> None:
+    """The GPU that holds the prompt is busy; another worker has it in CPU memory, a third on a slow disk."""
+    await keyspace.workers(3, flags=TIERED)
+    hashes = keyspace.chain(500)
+    await keyspace.hold(1, hashes)
+    await keyspace.change(1, prefill_tokens=20_000)
+    await tier(keyspace, 2, hashes, 500, FAST)
+    await tier(keyspace, 3, hashes, 500, SLOW, DISK)
+    assert (await keyspace.fleet.bookings.decide(keyspace.ask(hashes))).worker_id == "w2.0"
+
+
+async def test_the_fastest_tier_comes_first(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 2)
+    await tier(keyspace, 1, hashes, 5, FAST)
+    await tier(keyspace, 1, hashes, 9, 1e-5, DISK)
+    row = (await explained(keyspace, hashes))["w1.0"]
+    assert (row.matched_tokens, row.tier_tokens, row.tier) == (9 * BLOCK, 7 * BLOCK, "disk")
+    assert row.tier_s == pytest.approx(BLOCK * (3 * FAST + 4 * 1e-5), abs=1e-6)
+
+
+async def test_a_tier_that_several_workers_read_is_held_once(keyspace: Keyspace) -> None:
+    await keyspace.workers(3, flags=TIERED)
+    hashes = keyspace.chain(10)
+    slot = await tier(keyspace, 1, hashes, 6, FAST)
+    await tier(keyspace, 2, hashes, 6, 2 * FAST, slot=slot)
+    rows = await explained(keyspace, hashes)
+    assert [rows[f"w{number}.0"].tier_tokens for number in (1, 2, 3)] == [96, 96, 0]
+    assert rows["w2.0"].tier_s == pytest.approx(2 * rows["w1.0"].tier_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("gap", [1, 3, 6])
+async def test_a_gap_in_the_chosen_workers_tier_is_found(keyspace: Keyspace, gap: int) -> None:
+    """gap: the number of a block that the tier lacks, from 0. The first two blocks are on the GPU, too."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 2)
+    slot = await tier(keyspace, 1, hashes, 9)
+    await keyspace.drop(slot, hashes[8 * gap : 8 * gap + 8])
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+    whole = 9 if gap < 2 else gap
+    assert (decision.matched_tokens, decision.tier_tokens) == (whole * BLOCK, (whole - 2) * BLOCK)
+
+
+async def test_a_tier_closes_gaps_of_a_gpu_that_is_not_prefix_closed(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED - Flag.CLOSED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 8)
+    await keyspace.drop(1, hashes[8 * 4 : 8 * 5])
+    await tier(keyspace, 1, hashes, 6)
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+    assert (decision.matched_tokens, decision.tier_tokens) == (6 * BLOCK, 2 * BLOCK)
+
+
+async def test_an_engine_is_stayed_with_for_what_its_tier_holds(keyspace: Keyspace) -> None:
+    await keyspace.workers(2, flags=TIERED)
+    hashes = keyspace.chain(100)
+    await tier(keyspace, 1, hashes, 100)
+    rows = await explained(keyspace, hashes)
+    assert rows["w1.0"].terms.leave_s == 0
+    assert rows["w2.0"].terms.leave_s > 0
+
+
+async def test_only_the_blocks_of_a_proven_worker_count(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED - Flag.PROVEN)
+    hashes = keyspace.chain(10)
+    await tier(keyspace, 1, hashes, 10)
+    assert (await explained(keyspace, hashes))["w1.0"].matched_tokens == 0
+
+
+async def test_a_part_of_a_match_that_does_not_count_is_not_loaded_either(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(100)
+    await keyspace.hold(1, hashes, 20)
+    await tier(keyspace, 1, hashes, 100)
+    rows = await explained(keyspace, hashes, prefix_tokens=60 * BLOCK)
+    assert rows["w1.0"].terms.load_s == pytest.approx(2 * 40 * BLOCK * FAST, abs=1e-6)
+    assert rows["w1.0"].tier_tokens == 80 * BLOCK
+
+
+async def test_a_prompt_that_is_being_made_beyond_the_tier_needs_no_load(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(40)
+    await tier(keyspace, 1, hashes, 20)
+    await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+    row = (await explained(keyspace, hashes))["w1.0"]
+    assert (row.matched_tokens, row.tier_tokens, row.speculative_tokens) == (40 * BLOCK, 0, 40 * BLOCK)
+
+
+async def test_random_sets_are_matched_as_a_plain_walk_would(keyspace: Keyspace) -> None:
+    await keyspace.workers(6, flags=TIERED)
+    for trial in range(30):
+        hashes = keyspace.chain(keyspace.rng.randrange(1, 60))
+        depths: dict[int, tuple[int, int]] = {}
+        for number in range(1, 7):
+            gpu, cpu = (keyspace.rng.choice((0, keyspace.rng.randrange(len(hashes) // 8 + 1))) for _ in "gc")
+            depths[number] = gpu, cpu
+            await keyspace.hold(number, hashes, gpu)
+            await tier(keyspace, number, hashes, cpu)
+        rows = await explained(keyspace, hashes)
+        for number, (gpu, cpu) in depths.items():
+            row = rows[f"w{number}.0"]
+            expected = (max(gpu, cpu) * BLOCK, max(0, cpu - gpu) * BLOCK)
+            assert (row.matched_tokens, row.tier_tokens) == expected, (trial, number, depths)
+
+
+async def test_gaps_in_tiers_never_hide_what_a_gpu_holds(keyspace: Keyspace) -> None:
+    """A tier evicts in an order of its own: it may lack the beginning of a prompt, or blocks in its middle."""
+    await keyspace.workers(5, flags=TIERED)
+    for trial in range(60):
+        length = keyspace.rng.randrange(1, 80)
+        hashes, gpus = keyspace.chain(length), [keyspace.rng.randrange(length + 1) for _ in range(5)]
+        for number, gpu in enumerate(gpus, 1):
+            await keyspace.hold(number, hashes, gpu)
+            slot = await tier(keyspace, number, hashes, 0)
+            for _ in range(3):
+                begin = keyspace.rng.randrange(length)
+                await keyspace.hold(slot, hashes[8 * begin : 8 * keyspace.rng.randrange(begin, length + 1)])
+        rows = await explained(keyspace, hashes)
+        held = [rows[f"w{number}.0"].matched_tokens - rows[f"w{number}.0"].tier_tokens for number in range(1, 6)]
+        assert held == [gpu * BLOCK for gpu in gpus], trial
