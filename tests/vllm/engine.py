@@ -140,11 +140,18 @@ class VllmEngine:
 
         rank: which of its engine cores, by ``data_parallel_index``.
         """
+        return self._told("truth" + (f".{rank}" if rank else ""))
+
+    def _told(self, name: str) -> set[bytes]:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(10)
-            client.connect(str(self.folder / "truth") + (f".{rank}" if rank else ""))
+            client.connect(str(self.folder / name))
             with client.makefile("rb") as stream:
                 return {bytes.fromhex(key) for key in json.load(stream)}
+
+    def tier(self) -> set[bytes]:
+        """The full keys in the engine's tier in CPU memory, read without our plugin."""
+        return self._told("truth.tier")
 
     def tokenised(self) -> int:
         """The number of prompts that the server has tokenised itself since its start."""

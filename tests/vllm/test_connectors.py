@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import random
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
-from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, running
+from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, TRUTH, EngineOptions, running
 from tests.vllm.replicas import replicas
 from tests.vllm.trees import installed
 
@@ -21,6 +22,7 @@ from warmfleet.fleet import Flag, Fleet
 from warmfleet.fleet.client import connect
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.vllm.engine import VllmEngine
@@ -31,7 +33,8 @@ pytestmark = [
         minutes=5,
         shows=(
             "real vLLM with a KV connector (NIXL, offloading to CPU memory, files): token ids are handed off and equal "
-            "vLLM's own on 200 chats each, what is predicted is cached, the index equals the engine's table"
+            "vLLM's own on 200 chats each, what is predicted is cached, also from a tier, as vLLM counts it by source; "
+            "the index equals the engine's table and its tier's"
         ),
     ),
     pytest.mark.timeout(1_500),
@@ -74,6 +77,7 @@ async def own_ids(client: httpx.AsyncClient, engine: VllmEngine, messages: list[
 async def test_an_engine_with_a_kv_connector_is_served_like_others(name: str, tmp_path: Path) -> None:
     config, environment = connector(name, tmp_path)
     rng, talks, handed, loaded, hits = random.Random(1), [[said(random.Random(2), 300)]], 0, 0, 0
+    from_tier = 0  # tokens that were predicted to be loaded
     with server(valkey_binary()) as redis_url:
         arguments = ("--kv-transfer-config", json.dumps(config))
         options = EngineOptions(redis_url=redis_url, blocks=BLOCKS, arguments=arguments, environment=environment)
@@ -83,34 +87,46 @@ async def test_an_engine_with_a_kv_connector_is_served_like_others(name: str, tm
             assert not view.load.flags & Flag.CLOSED
 
             async def indexed() -> bool:
-                """Whether nothing is booked, and the index is the engine's own table."""
+                """Whether nothing is booked, and the index is the engine's own table, and its tier's."""
                 [view] = await fleet.workers.read()
-                held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"]))
+                slots: dict[int, Callable[[], set[bytes]]] = {view.record["slot"]: engine.table}
+                if name == "OffloadingConnector":
+                    slots[view.record["sets"]["cpu"]["slot"]] = engine.tier
                 try:
-                    table = await asyncio.to_thread(engine.table)
+                    tables = {slot: await asyncio.to_thread(table) for slot, table in slots.items()}
                 except TimeoutError:  # NIXL polls without a pause, which takes a core
                     return False
-                return not view.load.in_flight and held == {key[-12:-4] for key in table}
+                held: Any = {slot: await fleet.redis.smembers(fleet.keys.slot(slot)) for slot in slots}
+                return not view.load.in_flight and held == {
+                    slot: {key[-12:-4] for key in table} for slot, table in tables.items()
+                }
 
             async with httpx.AsyncClient(timeout=120) as client:
                 for number in range(CHATS):
-                    messages = rng.choice(talks[-3:]) if number % 4 else [said(rng, 200)]
+                    recent = talks if name == "OffloadingConnector" else talks[-3:]  # most of the former left the GPU
+                    messages = rng.choice(recent) if number % 4 else [said(rng, 200)]
                     messages = [*messages, said(rng, 40)]
                     await poll(indexed, 120, "index == the engine's table")
                     texts = engine.tokenised()
                     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 4, "return_token_ids": True}
-                    answer = await client.post(f"{url}/v1/chat/completions", json=body | {"temperature": 0})
+                    asked = {"X-Warmfleet-Explain": "1"}
+                    path = f"{url}/v1/chat/completions"
+                    answer = await client.post(path, json=body | {"temperature": 0}, headers=asked)
                     assert answer.status_code == 200, answer.text
                     handed += engine.tokenised() == texts
                     told = answer.json()
                     assert told["prompt_token_ids"] == await own_ids(client, engine, messages)
                     cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
                     matched = int(answer.headers["x-warmfleet-matched-tokens"])
+                    [explained] = json.loads(answer.headers["x-warmfleet-explain"])["candidates"]
+                    from_tier += explained.get("tier_tokens", 0)
                     hits, loaded = hits + (matched > 0), loaded + (cached > matched)
                     assert cached >= matched
                     text = told["choices"][0]["message"]["content"]
                     talks.append([*messages, {"role": "assistant", "content": text}])
                 await poll(indexed, 120, "index == the engine's table")
+                metrics = (await client.get(f"{engine.url}/metrics")).text
+            [view] = await fleet.workers.read()
             await fleet.close()
             log = engine.log.read_text(errors="replace")
     assert "blocks are evicted for a time to first token of 0.2 s" in log
@@ -118,3 +134,15 @@ async def test_an_engine_with_a_kv_connector_is_served_like_others(name: str, tm
     assert hits > CHATS // 4
     if name == "NixlConnector":
         assert loaded == 0, "this engine reads nothing from others"
+    if name == "OffloadingConnector":
+        assert loaded == 0, "what it loads from its tier is known"
+        assert from_tier == by_source(metrics, "host") > 0
+        told = view.record["sets"]["cpu"]
+        assert told["capacity_blocks"] == 2**25 // told["bytes_per_token"] // BLOCK_TOKENS
+        assert 0 < told["ps_per_byte"] < 100_000, "loads were measured"
+
+
+def by_source(metrics: str, source: str) -> int:
+    """Tokens of prompts that the engine found cached in this source, by its own counter."""
+    found = re.findall(r"vllm:prompt_tokens_cached_by_source_total\{([^}]*)\} (\S+)", metrics)
+    return round(sum(float(value) for labels, value in found if f'source="{source}"' in labels))

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 YIELD_S = 0.0002
 
@@ -37,7 +38,13 @@ def register() -> None:
         pool = self.kv_cache_manager.block_pool
         rank = self.vllm_config.parallel_config.data_parallel_index
         told_at = f"{path}.{rank}" if rank else path
-        threading.Thread(target=serve, args=(told_at, pool), name="engine-truth", daemon=True).start()
+        threading.Thread(
+            target=serve, args=(told_at, lambda: blocks_of(pool)), name="engine-truth", daemon=True
+        ).start()
+        manager = getattr(getattr(self.connector, "connector_scheduler", None), "manager", None)
+        if manager is not None:
+            args = f"{told_at}.tier", lambda: tier_of(manager)
+            threading.Thread(target=serve, args=args, name="engine-truth-tier", daemon=True).start()
         seed = os.environ.get("ENGINE_TRUTH_OTHER_SEED")
         if seed:
             threading.Thread(target=reseed, args=(Path(seed),), name="engine-reseed", daemon=True).start()
@@ -67,8 +74,21 @@ def count_tokenised(path: Path) -> None:
     BaseRenderer._tokenize_prompt = tokenize
 
 
-def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
-    """Answer each connection with one JSON list: the keys of the block table, in hex."""
+def blocks_of(pool) -> list[bytes]:  # type: ignore[no-untyped-def]
+    return list(pool.cached_block_hash_to_block._cache)
+
+
+def tier_of(manager) -> list[bytes]:  # type: ignore[no-untyped-def]
+    """The keys of a tier in CPU memory that can be loaded, whatever its policy keeps them in."""
+    policy = getattr(manager, "primary_tier", manager)._policy
+    kept: dict[bytes, Any] = {}
+    for name in ("chunks", "blocks", "t1", "t2"):
+        kept |= dict(getattr(policy, name, {}))
+    return [key for key, chunk in kept.items() if chunk.is_ready]
+
+
+def serve(path: str, held) -> None:  # type: ignore[no-untyped-def]
+    """Answer each connection with one JSON list: the keys that ``held()`` returns, in hex."""
     Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -76,7 +96,7 @@ def serve(path: str, pool) -> None:  # type: ignore[no-untyped-def]
         while True:
             client, _ = listener.accept()
             with client:
-                keys = list(pool.cached_block_hash_to_block._cache)
+                keys = held()
                 client.sendall(json.dumps([bytes(key).hex() for key in keys]).encode())
 
 
