@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,13 @@ class VirtualWorker:
         self._woken = False
         self._fleet: VirtualFleet | None = None
         yielded = scheduler.follower.eviction.yield_sessions if scheduler.follower is not None else None
-        self._core = WorkerPublisher(self._core_config(config, store.url), self.tracker, self._load, yielded=yielded)
+        announced = self._core_config(config, store.url)
+        more: dict[str, Any] = {}
+        tier = getattr(scheduler, "tier", None)  # of tests.bench.virtual_tiers
+        if tier is not None and tier.told:
+            announced = replace(announced, sets={wire.CPU: tier.announced})
+            more = {"sets": {wire.CPU: tier.tracker}, "ps_per_byte": lambda: {wire.CPU: tier.ps_per_byte}}
+        self._core = WorkerPublisher(announced, self.tracker, self._load, yielded=yielded, **more)
         self._server = ServerPublisher(self._server_config(number, store.url))
         for half in (self._core, self._server):
             half._stream.client.close()

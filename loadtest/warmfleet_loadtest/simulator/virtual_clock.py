@@ -186,11 +186,11 @@ class VirtualFleet:
         seconds = self.engines[number].begin(now)
         if seconds is not None:
             self.at(now + seconds, partial(self._end_step, number))
+        self._collect_when_due(number, now)
 
     async def _end_step(self, number: int, now: float) -> None:
         engine = self.engines[number]
         await self._outputs(engine.end(now), engine, now)
-        self._collect_when_due(number, now)
         await self._next_step(number, now)
 
     def _collect_when_due(self, number: int, now: float) -> None:
@@ -205,7 +205,6 @@ class VirtualFleet:
         if now >= engine.collect_at:
             engine.collect_at = math.inf
         await self._outputs(engine.scheduler.collect(now), engine, now)
-        self._collect_when_due(number, now)
         await self._next_step(number, now)
 
     async def _outputs(self, outputs: Sequence[Output], engine: VirtualEngine, now: float) -> None:

@@ -1,0 +1,285 @@
+"""What is it worth to know what engines have in CPU memory, and how is it priced? On the virtual clock.
+
+    make -s bench NAME=tiers                      # all bounds: an hour of two cores
+    make -s bench NAME=tiers ARGS="--quick"       # one seed, fewer requests
+    make -s bench NAME=tiers ARGS="--case chats --times 2,4,10 --links 25,5 --seeds 5"
+
+Eight engines, an 8B model on an H100, with the real scripts and publishers; each has a tier (``virtual_tiers``) of so
+many times its GPU's cache, behind a link of so many GB/s. In the case `mixed` every other engine's link is the slow
+one. Arms:
+
+    ignored      routers know nothing of tiers; an engine loads what a request that lands there finds
+    weight-W     a token in a tier counts as W tokens on the GPU (rules of other routers; not a setting here)
+    seconds      the rule of `cost`: twice the seconds of the load, at most those of computing
+
+`chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. A load is the
+share of time that engines compute in the arm `ignored` with tiers of 4 times and 25 GB/s, as measured before.
+
+Tables go to standard error. The last line of standard output is one JSON object: `rows` has all figures (means over
+seeds): mean, p50, p90 and p99 of the time to the first token in seconds, hit_ratio (cached of all prompt tokens),
+recomputed (computed tokens over those that an endless cache would have left), loaded (of all prompt tokens), busy. Its
+bounds are
+  seconds_over_today_mean  `seconds` over `ignored`: chats, tiers of 4 times, 25 GB/s, mean of the loads (<= .92)
+  worst_case_over_today    the same for agents at 5 GB/s (<= 1.05)
+  mixed_over_best_weight   `seconds` over the best weight where links differ (<= .98)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.bench_order import figures
+from tests.bench.jobs import run_all
+from tests.bench.virtual_fleet import Plan, play
+from tests.bench.virtual_plans import QUEUE, arrivals
+from tests.bench.virtual_rivals import rotated
+from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, agents, scaled
+from tests.bench.virtual_store import private_server
+from tests.bench.virtual_tiers import TieredConfig, counted_at, tiers_of
+
+from warmfleet.errors import WarmfleetError
+from warmfleet_loadtest.measuring.figures import markdown
+from warmfleet_loadtest.stacks.processes import end_on_signals
+from warmfleet_loadtest.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+ENGINES, REPLICAS = 8, 4
+DISPATCH_S = 0.003
+FAST, SLOW = 25.0, 5.0  # GB/s
+TIMES = 4.0  # the tier's blocks over the GPU's
+WEIGHTS = (0.25, 0.75, 1.0)
+ARMS: dict[str, float | None] = {
+    "ignored": None,
+    **{f"weight-{weight:g}": weight for weight in WEIGHTS},
+    "seconds": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """cache_tokens: of a GPU. most_per_s: requests or sessions a second at which engines would always compute."""
+
+    cache_tokens: int
+    loads: tuple[float, ...]
+    most_per_s: float
+    sessions: int = 0
+
+
+CASES = {
+    "chats": Case(400_000, (0.7, 0.85), 9.2),
+    "agents": Case(150_000, (0.7,), 1.0, sessions=240),
+    "mixed": Case(400_000, (0.7, 0.85), 9.2),
+}
+
+
+@cache
+def chats(rows: int | None) -> Trace:
+    found = arrivals("conversation", rows)
+    return replace(found, arrivals=tuple(scaled(arrival, found.scale) for arrival in found.arrivals))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run, as plain values that another process can read. link: GB/s; of a mixed fleet that of every other engine."""
+
+    case: str
+    load: float
+    times: float
+    link: float
+    arm: str
+    seed: int
+    seeds: int
+    rows: int | None = None
+    speed: float = 0.0
+
+    @property
+    def place(self) -> tuple[str, float, int]:
+        return self.case, self.load, self.seed
+
+    def find_speed(self) -> float:
+        """Return the factor of the trace's times; known beforehand, without a run."""
+        case = CASES[self.case]
+        if case.sessions:
+            return 1.0
+        came = self.trace().arrivals
+        return self.load * case.most_per_s * came[-1].at_s / len(came)
+
+    def trace(self) -> Trace:
+        case = CASES[self.case]
+        if not case.sessions:
+            return rotated(chats(self.rows), self.seed / self.seeds)
+        generator, now, made = random.Random(self.seed), 0.0, []
+        for first, *later in agents("agents", min(case.sessions, self.rows or case.sessions), self.seed).sessions:
+            now += generator.expovariate(self.load * case.most_per_s)
+            made += [replace(first, at_s=now, think_s=None), *later]
+        return Trace("agents", tuple(sorted(made, key=lambda arrival: arrival.at_s)), closed=True)
+
+    def engines(self) -> tuple[TieredConfig, ...]:
+        blocks = 1 + CASES[self.case].cache_tokens // ENGINE_BLOCK
+        limits = replace(ENGINE.limits, max_model_len=min(ENGINE.limits.max_model_len, (blocks - 1) * ENGINE_BLOCK))
+        links = [FAST, self.link] * ENGINES if self.case == "mixed" else [self.link] * ENGINES
+        return tuple(
+            TieredConfig(
+                ENGINE.scheme, limits, blocks, ENGINE.costs,
+                tier_times=self.times, bytes_per_s=1e9 * links[number], told=self.arm != "ignored",
+            )
+            for number in range(ENGINES)
+        )  # fmt: skip
+
+    def run(self) -> dict[str, float]:
+        trace = self.trace()
+        plan = Plan(self.engines(), replicas=REPLICAS, speed=self.speed, seed=self.seed, queue=QUEUE)
+        with private_server() as url, counted_at(ARMS[self.arm]):
+            played = uvloop.run(play(url, trace, replace(plan, dispatch_s=DISPATCH_S)))
+        engines = [worker.engine for worker in played.cluster.workers]
+        told = figures(played.served, [engine.busy_s for engine in engines], 1.0)
+        prompts = sum(request.prompt_tokens for request in played.served)
+        known: set[bytes] = set()
+        necessary = 0
+        for _, _, request in played.cluster.routed:
+            hashes = request.hashes[: request.prompt_tokens // ENGINE_BLOCK]
+            fresh = [one for one in hashes if one not in known]
+            necessary += len(fresh) * ENGINE_BLOCK + request.prompt_tokens % ENGINE_BLOCK
+            known.update(fresh)
+        computed = sum(engine.work_tokens for engine in engines)
+        loaded = sum(tier.loaded for tier in tiers_of(engine.scheduler for engine in engines)) * ENGINE_BLOCK
+        return told | {"recomputed": computed / necessary - 1, "loaded": loaded / prompts}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of an arm, as means over seeds."""
+
+    case: str
+    load: float
+    times: float
+    link: float
+    arm: str
+    figures: Mapping[str, float]
+
+
+def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
+    found: dict[tuple[str, float, float, float, str], list[dict[str, float]]] = {}
+    for job, result in run_all(wanted, processes):
+        found.setdefault((job.case, job.load, job.times, job.link, job.arm), []).append(result)
+    return [
+        Row(*place, {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]})
+        for place, runs in found.items()
+    ]
+
+
+def ratios(rows: Sequence[Row], case: str, times: float, link: float, rivals: Sequence[str]) -> list[float]:
+    """Return the mean of ``seconds`` over that of the best rival, for each load at which all were played."""
+    found: dict[float, dict[str, float]] = {}
+    for row in rows:
+        if (row.case, row.times, row.link) == (case, times, link):
+            found.setdefault(row.load, {})[row.arm] = row.figures["mean"]
+    return [
+        means["seconds"] / min(means[rival] for rival in rivals)
+        for means in found.values()
+        if means.keys() >= {"seconds", *rivals}
+    ]
+
+
+def bounds(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the ratios that are bounded, of what was played."""
+    weights = [arm for arm in ARMS if arm.startswith("weight")]
+    told = {
+        "seconds_over_today_mean": ratios(rows, "chats", TIMES, FAST, ["ignored"]),
+        "worst_case_over_today": ratios(rows, "agents", TIMES, SLOW, ["ignored"]),
+        "mixed_over_best_weight": ratios(rows, "mixed", TIMES, SLOW, weights),
+    }
+    return {name: round(statistics.fmean(found), 4) for name, found in told.items() if found}
+
+
+def table(rows: Sequence[Row]) -> str:
+    names = ("mean", "p50", "p90", "p99", "hit_ratio", "recomputed", "loaded", "busy")
+    cells = [
+        (
+            row.case,
+            f"{row.load:g}",
+            f"{row.times:g}",
+            f"{row.link:g}",
+            row.arm,
+            *(f"{row.figures[name]:.3f}" for name in names),
+        )
+        for row in rows
+    ]
+    return markdown(("case", "load", "times", "GB/s", "arm", *names), cells)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(value) for value in text.split(",")]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make -s bench NAME=tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--case", default="", help=f"joined by commas, of {','.join(CASES)} (default: the bounds' runs)")
+    made.add_argument("--loads", type=_numbers, help="default: each case's own")
+    made.add_argument("--times", type=_numbers, default=[TIMES], help="tier over GPU (default %(default)s)")
+    made.add_argument("--links", type=_numbers, help=f"GB/s (default: {FAST:g} for chats, {SLOW:g} for the others)")
+    made.add_argument("--arms", help=f"of {','.join(ARMS)} (default: all that the bounds need)")
+    made.add_argument("--seeds", type=int, default=5)
+    made.add_argument("--rows", type=int, help="first so many requests of the trace, or sessions of agents")
+    made.add_argument("--quick", action="store_true", help="one seed, 600 requests, 60 sessions")
+    made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
+    return made
+
+
+def every(args: argparse.Namespace) -> list[Job]:
+    jobs = []
+    for name in args.case.split(",") if args.case else CASES:
+        case, seeds = CASES[name], 1 if args.quick else args.seeds
+        rows = args.rows or ((60 if case.sessions else 600) if args.quick else None)
+        usual = (
+            ["seconds", *[arm for arm in ARMS if arm.startswith("weight")]]
+            if name == "mixed"
+            else ["ignored", "seconds"]
+        )
+        for load in args.loads or case.loads:
+            for times in args.times:
+                for link in args.links or [FAST if name == "chats" else SLOW]:
+                    for arm in args.arms.split(",") if args.arms else usual:
+                        jobs += [Job(name, load, times, link, arm, seed, seeds, rows) for seed in range(seeds)]
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 no trace or a script that fails, 2 wrong arguments."""
+    args = parser().parse_args(argv)
+    try:
+        wanted = every(args)
+        unknown = {job.arm for job in wanted} - ARMS.keys()
+    except KeyError as error:
+        parser().error(f"no case {error}")
+    if unknown or min(args.seeds, args.jobs) < 1:
+        parser().error(f"arms are {', '.join(ARMS)}; --seeds and --jobs from 1 on")
+    try:
+        rows = measured(wanted, args.jobs)
+    except (OSError, ValueError, WarmfleetError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(table(rows), file=sys.stderr, flush=True)
+    told: list[dict[str, Any]] = [
+        {"case": row.case, "load": row.load, "times": row.times, "link": row.link, "arm": row.arm, **row.figures}
+        for row in rows
+    ]
+    print(json.dumps({**bounds(rows), "rows": told}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    end_on_signals()
+    sys.exit(main())
