@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.worker_plugin.bridged import CANONICAL, PAGE, ScriptedEngine
 from warmfleet_worker.bridge.block_table import BlockTable, scheme_of
 from warmfleet_worker.bridge.kv_events import EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
+from warmfleet_worker.bridge.tier_copies import TierCopies
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 
@@ -131,6 +133,53 @@ def test_only_the_followed_group_and_the_engines_own_cache_count() -> None:
     table.apply(decode(removed(2, medium="CPU")))
     table.apply(decode(removed(2, group_idx=1)))
     assert table.held == hashes(list(range(16)))
+
+
+def test_a_tier_has_the_blocks_of_which_its_events_tell_more_copies_than_removals() -> None:
+    """Its events name blocks by the engine's hashes only, and lack the salt."""
+    chance, tier, ids = random.Random(3), Tracker(), list(range(20 * PAGE))
+    table = BlockTable(Tracker(), PAGE, 100, tiers={"cpu": tier})
+    table.apply(decode(stored(list(range(20)), None, ids, extra_keys=[["tenant"], *[None] * 19])))
+    of_key = [digest[-8:] for digest in wire.chain_hashes(table.scheme, ids, salt="tenant")]
+    copies = Counter[int]()
+    for step in range(400):
+        if step == 200:
+            table.apply([event for key in range(20) for event in decode(removed(key))])
+            assert not table.held  # and late events of copies are understood
+        key = chance.randrange(20)
+        if chance.random() < 0.5:
+            table.apply(decode(stored([key], None, [], block_size=0, medium=chance.choice(("CPU", "cpu")))))
+            copies[key] += 1
+        elif copies[key]:
+            table.apply(decode(removed(key, medium="CPU")))
+            copies[key] -= 1
+        copies = +copies
+        assert set(tier.table) == {of_key[key] for key in copies}
+    table.apply(decode(stored([99], None, [], block_size=0, medium="CPU")))
+    assert (table.unproved, table.tiers_told) == ({"tier": 1}, {"cpu"})
+
+
+@pytest.mark.parametrize("end", ["clear", "doubt"])
+def test_nothing_is_known_of_a_tier_after_a_reset_or_lost_events(end: str) -> None:
+    tier, ids = Tracker(), list(range(2 * PAGE))
+    table = BlockTable(Tracker(), PAGE, 100, tiers={"disk": tier})
+    table.apply(decode(stored([1, 2], None, ids)))
+    table.apply(decode(stored([1, 2], None, ids, medium="STORAGE")))
+    table.apply(decode(stored([1, 2], None, ids, medium="STORAGE", locality="REMOTE")))
+    assert set(tier.table) == hashes(ids)
+    getattr(table, end)()
+    assert not tier.table
+
+
+def test_no_more_blocks_of_a_tier_are_kept_than_it_may_have() -> None:
+    tier = TierCopies(Tracker(), 2)
+    assert [tier.stored(key, lambda key: str(key).encode().ljust(8)) for key in (1, 2, 3, 1)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert len(tier) == 2
 
 
 def test_blocks_whose_hash_looks_further_ahead_than_told_are_left_out() -> None:

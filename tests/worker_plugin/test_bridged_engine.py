@@ -35,7 +35,9 @@ def joined(engine: BridgedEngine) -> list[bool]:
     """The engine as if it had joined, and a list of the ``leave`` arguments of its ranks' ``stop``."""
     told: list[bool] = []
     rank = SimpleNamespace(
-        stop=lambda leave: told.append(leave), stopped=None, table=SimpleNamespace(other_groups=0, lookahead=0)
+        stop=lambda leave: told.append(leave),
+        stopped=None,
+        table=SimpleNamespace(other_groups=0, lookahead=0, tiers_told=set[str]()),
     )
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
@@ -116,6 +118,23 @@ def test_an_engine_whose_hashes_look_ahead_joins_anew_and_says_so(
     assert engine._restarted.is_set()
     scheme = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.scheme
     assert (scheme.extra_keys, scheme.lookahead) == ("lookahead_2", 2)
+
+
+def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = [Reading(loaded_tokens=8_192, load_s=0.1)]
+    api = SimpleNamespace(healthy=lambda: None, reading=lambda: readings[-1], names=lambda: (FACTS.models, {}))
+    monkeypatch.setattr(engine, "api", api)
+    joined(engine)
+    assert not engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets
+    engine.ranks[0].table.tiers_told.add("cpu")
+    engine._check()
+    assert engine._restarted.is_set()
+    told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
+    assert engine._ps_per_byte()["cpu"] * told["bytes_per_token"] / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
+    engine._reading = Reading(loaded_tokens=100, load_s=9)
+    assert not engine._ps_per_byte(), "too few tokens"
 
 
 def test_an_engine_that_lists_other_names_joins_anew_and_its_adapters_are_told(

@@ -20,19 +20,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from warmfleet_worker.bridge.kv_events import Cleared, Removed, Stored
+from warmfleet_worker.bridge.kv_events import Cleared, Offloaded, Removed, Stored
+from warmfleet_worker.bridge.tier_copies import TierCopies
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from warmfleet_worker.bridge.kv_events import BlockKey, Event
+    from warmfleet_worker.bridge.tier_copies import Sink
 
 ALGORITHM = "sha256_cbor"
 LEAST_BLOCK_TOKENS = 16  # least tokens in a published block: smaller pages, such as SGLang's of one token, are joined
 SPARE_BLOCKS = 1_024  # the table keeps at most twice the pages of the engine's cache, plus this number
+TIER_SIZE = 64  # most blocks of a tier that are kept, divided by those of the engine's cache
 
 
 def scheme_of(page_tokens: int, lookahead: int = 0) -> wire.Scheme:
@@ -40,14 +43,6 @@ def scheme_of(page_tokens: int, lookahead: int = 0) -> wire.Scheme:
     block_tokens = page_tokens * -(-LEAST_BLOCK_TOKENS // page_tokens)
     extra_keys = f"{wire.LOOKAHEAD}{lookahead}" if lookahead else "tagged"
     return wire.Scheme(ALGORITHM, wire.default_none_hash(ALGORITHM), block_tokens, extra_keys)
-
-
-class Sink(Protocol):
-    """Receives block hashes as they appear and disappear: a ``Tracker``."""
-
-    def stored(self, hashes: bytes) -> object: ...
-    def removed(self, hashes: bytes) -> object: ...
-    def cleared(self) -> object: ...
 
 
 @dataclass(slots=True)
@@ -72,7 +67,8 @@ class BlockTable:
 
     capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: returns an adapter's
     path by its name, None if it is not known. lookahead: number of tokens behind a block that its hash covers; blocks
-    of an event with another number are left out. unproved: number of blocks left out, by reason.
+    of an event with another number are left out. tiers: receives the blocks of each tier, by kind. unproved: number of
+    blocks left out, by reason.
     """
 
     def __init__(
@@ -83,15 +79,19 @@ class BlockTable:
         group: int = 0,
         lora_path: Callable[[str], str | None] = lambda _name: None,
         lookahead: int = 0,
+        tiers: Mapping[str, Sink] | None = None,
     ) -> None:
         self.scheme = scheme_of(page_tokens, lookahead)
         self.lookahead = lookahead  # as the last event told
         self.unproved: Counter[str] = Counter()
         self.other_groups = False  # the engine has further KV cache groups, so blocks inside a prefix may be missing
+        self.tiers_told = set[str]()  # kinds of tiers that events told of
+        self._tiers = {kind: TierCopies(each, TIER_SIZE * capacity) for kind, each in (tiers or {}).items()}
         self._sink = sink
         self._page_tokens = page_tokens
         self._group = group
         self._lora_path = lora_path
+        self._left: dict[BlockKey, bytes] = {}  # hashes of blocks that left the engine's cache last
         self._limit = 2 * capacity + SPARE_BLOCKS
         self._blocks: dict[BlockKey, Block] = {}
         self._held: Counter[bytes] = Counter()  # block hash -> number of the engine's blocks that have it
@@ -114,11 +114,19 @@ class BlockTable:
                 self.other_groups = True
             elif isinstance(event, Stored):
                 self._stored(event)
+            elif isinstance(event, Offloaded):
+                self._offloaded(event)
+            elif event.place:
+                self._removed_from_tier(event)
             else:
                 self._removed(event)
 
     def clear(self) -> None:
-        """Empty the table, because the engine's cache is empty: no block is in doubt any more."""
+        """Empty the table, because the engine's cache is empty: no block is in doubt any more.
+
+        vLLM says the same whether its tiers are empty, too, or not. So they count as empty.
+        """
+        self._clear_tiers()
         self._blocks.clear()
         self._held.clear()
         self._in_doubt = 0
@@ -128,6 +136,7 @@ class BlockTable:
         """Publish no known block after lost events, because the engine may have evicted any of them."""
         for block in self._blocks.values():
             block.copies, block.doubted = 0, True
+        self._clear_tiers()
         self._in_doubt = len(self._blocks)
         self._held.clear()
         self._sink.cleared()
@@ -237,6 +246,8 @@ class BlockTable:
             if not block.copies and not block.doubted:
                 del self._blocks[key]
                 self._in_doubt -= 1
+                if self._tiers and block.block_hash:
+                    self._note_left(key, block.block_hash)
 
     def _disappear(self, block: Block) -> None:
         if block.block_hash:
@@ -244,6 +255,35 @@ class BlockTable:
             if not self._held[block.block_hash]:
                 del self._held[block.block_hash]
                 self._sink.removed(block.block_hash)
+
+    # ------------------------------------------------ tiers
+
+    def _offloaded(self, event: Offloaded) -> None:
+        if self._page_tokens == self.scheme.block_tokens:  # else a block of several pages may be there in part
+            self.tiers_told.add(event.tier)
+        tier = self._tiers.get(event.tier)
+        if tier is not None:
+            self.unproved["tier"] += sum(not tier.stored(key, self._hash_of) for key in event.keys)
+
+    def _removed_from_tier(self, event: Removed) -> None:
+        for key in event.keys if event.place in self._tiers else ():
+            self._tiers[event.place].removed(key)
+
+    def _hash_of(self, key: BlockKey) -> bytes:
+        """Return the hash of a known block; empty if the block is not known."""
+        block = self._blocks.get(key)
+        return self._left.get(key, b"") if block is None else block.block_hash
+
+    def _note_left(self, key: BlockKey, block_hash: bytes) -> None:
+        """Keep the hash for a while: an engine may tell of a copy later than of the removal of the block itself."""
+        self._left.pop(key, None)
+        self._left[key] = block_hash
+        if len(self._left) > self._limit:
+            del self._left[next(iter(self._left))]
+
+    def _clear_tiers(self) -> None:
+        for tier in self._tiers.values():
+            tier.clear()
 
     # ------------------------------------------------ bounds
 

@@ -41,6 +41,9 @@ CATCH_UP_SECONDS = 60.0  # longest replay of events before the engine joins all 
 TOKENIZER_SECONDS = 60.0  # time between two tries to load a tokenizer from a hub that cannot be reached
 ADAPTERS_SECONDS = 1.0  # time between two look-ups of an adapter that is not known
 UNKNOWN_CAPACITY_BLOCKS = 65_536  # capacity assumed of an engine that does not say how large its cache is
+BYTES_PER_TOKEN = 131_072  # assumed of all engines, since none tells: only its product with the time for a byte counts
+TIER = {"capacity_blocks": 2**22, "bytes_per_token": BYTES_PER_TOKEN}  # as announced; its capacity is assumed, too
+LEAST_LOADED_TOKENS = 4_096  # tokens loaded from tiers from which on the time that they took counts
 
 
 class NotUsableError(Exception):
@@ -76,6 +79,7 @@ class BridgedEngine:
         self._failures = self._unresolved = 0  # failed checks in a row: no good answer; no address for the name
         self._hybrid = False  # several KV cache groups (a hybrid model), so blocks inside a prefix may be missing
         self._lookahead = 0  # tokens behind a block that its hash covers
+        self._tiers = frozenset[str]()  # kinds of its tiers
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
     def start(self) -> None:
@@ -216,8 +220,11 @@ class BridgedEngine:
             version=facts.version,
             closed=not self._hybrid,
             labels=read_labels(options.labels),
+            sets=dict.fromkeys(self._tiers, TIER),
         )
-        side = EngineSide(options.group, self._lora_path, lambda: self._load(rank), self._note_restart, self._host)
+        side = EngineSide(
+            options.group, self._lora_path, lambda: self._load(rank), self._ps_per_byte, self._note_restart, self._host
+        )
         return Rank(self._context, source, facts, config, side)
 
     @property
@@ -302,6 +309,10 @@ class BridgedEngine:
         if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
             self._hybrid = True
             self._note_restart()  # its join said that no block inside a prefix is missing
+        tiers = self._tiers.union(*(rank.table.tiers_told for rank in self.ranks))
+        if tiers != self._tiers:
+            self._tiers = tiers
+            self._note_restart()  # its join said nothing of them
         told = max((rank.table.lookahead for rank in self.ranks), default=0)
         if told != self._lookahead:
             self._lookahead = told
@@ -325,6 +336,14 @@ class BridgedEngine:
         running, waiting = reading.running.get(rank, 0), reading.waiting.get(rank, 0)
         steps = reading.work if running and reading.work else None
         return Load(running, waiting, steps=steps, paused=rank in reading.asleep)
+
+    def _ps_per_byte(self) -> dict[str, int]:
+        """Return the measured time to load a byte, from all its tiers alike; nothing before the first loads."""
+        reading = self._reading
+        if reading.loaded_tokens < LEAST_LOADED_TOKENS or reading.load_s <= 0:
+            return {}
+        ps = round(reading.load_s * 1e12 / reading.loaded_tokens / BYTES_PER_TOKEN)
+        return dict.fromkeys(self._tiers, min(2**31, max(1, ps)))
 
     def _lora_path(self, name: str) -> str | None:
         """Return the path of an adapter; ask the engine about an adapter that was loaded a moment ago."""

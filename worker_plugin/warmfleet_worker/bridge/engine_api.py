@@ -70,7 +70,8 @@ class Reading:
     """The load at a moment. running, waiting: number of requests, by rank. work: a counter that grows with every step.
 
     started: when the server's process began, seconds since 1970; 0 if the server does not say. asleep: the ranks that
-    somebody has put to sleep (vLLM's /sleep).
+    somebody has put to sleep (vLLM's /sleep). loaded_tokens, load_s: tokens that were loaded from tiers since the
+    server's start, and seconds that this took.
     """
 
     running: Mapping[int, int] = field(default_factory=dict)
@@ -78,6 +79,8 @@ class Reading:
     work: int = 0
     started: float = 0.0
     asleep: frozenset[int] = frozenset()
+    loaded_tokens: float = 0.0
+    load_s: float = 0.0
 
 
 class EngineApi:
@@ -165,7 +168,7 @@ class EngineApi:
         """Read the load from the engine's own metrics."""
         samples = _samples(self._get("/metrics").decode(errors="replace"))
         running, waiting = dict[int, int](), dict[int, int]()
-        work, started, asleep = 0, 0.0, set[int]()
+        work, started, asleep, loaded_tokens, load_s = 0, 0.0, set[int](), 0.0, 0.0
         for name, labels, value in samples:
             rank = int(_number(labels.get("engine") or labels.get("dp_rank")))
             if name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
@@ -174,11 +177,15 @@ class EngineApi:
                 waiting[rank] = waiting.get(rank, 0) + int(value)
             elif name.partition(":")[2] in WORK:
                 work += int(value)
+            elif name == "vllm:external_prefix_cache_hits_total":
+                loaded_tokens += value
+            elif name == "vllm:kv_offload_load_time_total":
+                load_s += value
             elif name == "process_start_time_seconds":
                 started = value
             elif name == "vllm:engine_sleep_state" and labels.get("sleep_state") == "awake" and value == 0:
                 asleep.add(rank)
-        return Reading(running, waiting, work, started, frozenset(asleep))
+        return Reading(running, waiting, work, started, frozenset(asleep), loaded_tokens, load_s)
 
     # ------------------------------------------------
 

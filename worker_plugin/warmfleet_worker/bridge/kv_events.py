@@ -12,6 +12,8 @@ from typing import Any
 
 import msgpack
 
+from warmfleet_worker.protocol.wire import CPU, DISK
+
 #: The hash of a block in an event: the last 8 bytes of vLLM's digest as a number, or the whole digest
 #: (``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``). Keys are only compared for equality.
 BlockKey = int | bytes
@@ -21,7 +23,9 @@ STORED_ARRAY = ("block_hashes", "parent_block_hash", "token_ids", "block_size", 
 VLLM_STORED_ARRAY = (*STORED_ARRAY, "lora_name", "extra_keys", "group_idx")
 SGLANG_STORED_ARRAY = (*STORED_ARRAY, "cache_salt", "session_id", "lora_name")
 REMOVED_ARRAY = ("block_hashes", "medium", "group_idx")
-DEVICE = (None, "GPU")  # the medium of blocks in the engine's own cache; the others are offloaded copies
+DEVICE = ""  # the place of blocks in the engine's own cache; the other places are kinds of tiers
+#: Place by the medium of an event, in lower case. Events of other media are not read.
+PLACES = {None: DEVICE, "gpu": DEVICE, "cpu": CPU, "cpu_pinned": CPU, "storage": DISK, "disk": DISK}
 
 
 class EventError(ValueError):
@@ -50,11 +54,21 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloaded:
+    """Copies of these blocks have come into a tier (``wire.CPU``, ``wire.DISK``) of the engine."""
+
+    keys: tuple[BlockKey, ...]
+    tier: str
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Removed:
-    """A copy of each of these blocks has gone."""
+    """A copy of each of these blocks has gone from this place."""
 
     keys: tuple[BlockKey, ...]
     group: int = 0
+    place: str = DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +76,11 @@ class Cleared:
     """The cache is empty."""
 
 
-Event = Stored | Removed | Cleared
+Event = Stored | Offloaded | Removed | Cleared
 
 
 def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
-    """Read the events of a batch, in order, but none about caches outside the engine's own. Raises EventError."""
+    """Read the events of a batch, in order, but none about places that several engines share. Raises EventError."""
     try:
         batch = msgpack.unpackb(payload, strict_map_key=False)
         raw = batch["events"] if isinstance(batch, dict) else batch[1]
@@ -77,7 +91,7 @@ def decode(payload: bytes, *, sglang: bool = False) -> list[Event]:
 
 
 def _event(raw: Any, stored_fields: tuple[str, ...]) -> Event | None:
-    """Read an event; None if it is about blocks outside the engine's own cache."""
+    """Read an event; None if it is about a place that several engines share, or that is not known."""
     if isinstance(raw, dict):
         kind, fields = raw["type"], raw
     else:
@@ -85,16 +99,19 @@ def _event(raw: Any, stored_fields: tuple[str, ...]) -> Event | None:
         fields = dict(zip(stored_fields if kind == "BlockStored" else REMOVED_ARRAY, values, strict=False))
     if kind == "AllBlocksCleared":
         return Cleared()
-    if fields.get("medium") not in DEVICE or fields.get("locality") == "REMOTE":
+    medium = fields.get("medium")
+    place = PLACES.get(medium.lower() if isinstance(medium, str) else medium)
+    if place is None or fields.get("locality") == "REMOTE":
         return None
+    group = int(fields.get("group_idx") or 0)
     if kind == "BlockRemoved":
-        return Removed(_keys(fields["block_hashes"]), int(fields.get("group_idx") or 0))
+        return Removed(_keys(fields["block_hashes"]), group, place)
     if kind != "BlockStored":
         raise EventError(f"unknown event {kind!r}")
-    return _stored(fields)
+    return Offloaded(_keys(fields["block_hashes"]), place, group) if place else _stored(fields, group)
 
 
-def _stored(fields: dict[str, Any]) -> Stored:
+def _stored(fields: dict[str, Any], group: int) -> Stored:
     parent, lora, salt = fields["parent_block_hash"], fields.get("lora_name"), fields.get("cache_salt")
     if parent is not None and not isinstance(parent, BlockKey):
         raise EventError("a parent hash is neither a number nor bytes")
@@ -110,7 +127,7 @@ def _stored(fields: dict[str, Any]) -> Stored:
         parent=parent,
         token_ids=token_ids,
         block_tokens=block_tokens,
-        group=int(fields.get("group_idx") or 0),
+        group=group,
         lora=lora,
         extra_keys=extra_keys,
         salt=salt,

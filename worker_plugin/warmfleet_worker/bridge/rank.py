@@ -17,7 +17,7 @@ from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import zmq
 
@@ -52,13 +52,15 @@ class RankCounts:
 class EngineSide:
     """The part of a ``BridgedEngine`` that its ranks use. group: the KV cache group whose blocks are reported.
 
-    lora_path: the path of an adapter, by its name. load: the engine's work at this moment. on_restart: called in the
-    rank's thread when another process than before sends the events. host: of the engine's URL.
+    lora_path: the path of an adapter, by its name. load: the engine's work at this moment. ps_per_byte: the measured
+    time to load a byte from its tiers, by kind. on_restart: called in the rank's thread when another process than
+    before sends the events. host: of the engine's URL.
     """
 
     group: int
     lora_path: Callable[[str], str | None]
     load: Callable[[], Load]
+    ps_per_byte: Callable[[], Mapping[str, int]]
     on_restart: Callable[[], object]
     host: str
 
@@ -75,6 +77,7 @@ class Rank:
         engine: EngineSide,
     ) -> None:
         self.tracker = Tracker()
+        tiers = {kind: Tracker() for kind in config.sets}
         self.table = BlockTable(
             self.tracker,
             facts.page_tokens,
@@ -82,6 +85,7 @@ class Rank:
             engine.group,
             engine.lora_path,
             config.scheme.lookahead,
+            tiers,
         )
         self.config = config
         self.caught_up = threading.Event()
@@ -89,7 +93,12 @@ class Rank:
         self._sockets = EventSockets(context, source.endpoint, source.replay)
         self._sequence = Sequence(self, self._sockets.replay)
         self._publisher = WorkerPublisher(
-            self.config, self.tracker, engine.load, core_assignment(self.config, engine.host)
+            self.config,
+            self.tracker,
+            engine.load,
+            core_assignment(self.config, engine.host),
+            sets=tiers,
+            ps_per_byte=engine.ps_per_byte,
         )
         self._on_restart = engine.on_restart
         self._stopping = threading.Event()
