@@ -473,11 +473,26 @@ def _load(tokens: bytes, seconds: bytes, kind: bytes) -> tuple[int, float, str]:
 
 
 def _candidate(
-    worker_id: bytes, matched: int, speculative: int, packed: bytes, cost_s: bytes, terms: bytes, *load: Any
+    worker_id: bytes,
+    matched: int,
+    speculative: int,
+    packed: bytes,
+    cost_s: bytes,
+    terms: bytes,
+    loads: bytes,
+    loading_s: bytes,
+    kind: bytes,
 ) -> Candidate:
     row = LoadRow.unpack(packed)
     busy = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
     cache = (row.blocks, row.capacity_blocks, row.flags)
     return Candidate(
-        worker_id.decode(), matched, speculative, *busy, *cache, float(cost_s), Terms.of(terms), *_load(*load)
+        worker_id.decode(),
+        matched,
+        speculative,
+        *busy,
+        *cache,
+        float(cost_s),
+        Terms.of(terms),
+        *_load(loads, loading_s, kind),
     )
