@@ -38,7 +38,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       {LIMITED, CONCURRENCY or TOKENS, how much of that limit is used, ms until the request may pass}: nothing is
       booked; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
 Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait; at most 8 leases reaped
-Keys that depend on data: b:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
+Keys that depend on data: b:<hash>, e:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
       session_line, places, way:<tenant><hash>
 --]]
 local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key,

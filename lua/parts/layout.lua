@@ -42,8 +42,8 @@ local DIGEST_SUMS = ">I4I4I4"
 local DIGEST_BYTES = 12
 local HASH_HALVES = ">I4I4"
 
--- A further set of blocks: its slot, the slot of its worker's main set, seconds to load a token (if it is a tier),
--- number of its kind
+-- A further set of blocks: its slot, the slot of its worker's main set, seconds to load a token (of ends: 1 if a prompt
+-- that is computed leaves one at each of its blocks, else 0), number of its kind
 local FURTHER_SET = ">I4I4dB"
 local KIND_OF_ENDS = 0 -- the number of the kind `ends`; those of tiers are larger
 

@@ -66,6 +66,10 @@ async def test_decide_reads_slots_and_prices_in_one_key(reporter: ReportingWorke
     main = (await reporter.row()).slot
     assert await published("cpu") == (await slot_of(reporter, "cpu"), main, pytest.approx(40e-6), 1)
     assert await published("ends") == (await slot_of(reporter, "ends"), main, 0.0, 0)
+    await reporter.join("n2", sets=SETS | {"ends": {"promises_all": 1}})
+    await reporter.applied()
+    main = (await reporter.row()).slot
+    assert (await published("ends"))[1:] == (main, 1.0, 0)
     await digests(reporter, cpu=[0, 0, 0, 200])
     await reporter.applied()
     assert (await published("cpu"))[2] == pytest.approx(200e-6)

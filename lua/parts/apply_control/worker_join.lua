@@ -31,6 +31,7 @@ local function sets(told, kinds)
       kept[kind] = {
         capacity_blocks = integer(set.capacity_blocks, 0, U31) and set.capacity_blocks or nil,
         bytes_per_token = integer(set.bytes_per_token, 0, U31) and set.bytes_per_token or nil,
+        promises_all = integer(set.promises_all, 0, 1) and set.promises_all or nil,
       }
     end
   end

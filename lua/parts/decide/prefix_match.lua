@@ -9,7 +9,7 @@ Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed.
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
 Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
 leases' records and the key `sets`. Returns an error reply, or nil. If a candidate has tiers, decide/tiers adds what can
-be loaded from them. Adds to the state, by candidate:
+be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
   counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
   node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is
@@ -25,7 +25,9 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
-  local tiers = s.has_sets and (include "decide/tiers")(sets_key)
+  local sets = s.has_sets and call("HVALS", sets_key)
+  local tiers = sets and (include "decide/tiers")(sets)
+  local groups = sets and (include "decide/groups")(prefix, sets)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
@@ -67,21 +69,32 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
     return ends
   end
 
+  -- Tell whether a maker's chain of so many tokens ends with the last whole block of its prompt. If the prompt has no
+  -- tokens behind that, versions of vLLM keep its states at different places.
+  local function leaves_end(maker, tokens, size)
+    local lease = call("HGET", lease_key, maker)
+    if not lease then return false end
+    local _, _, _, _, _, prompt_tokens = struct.unpack(LEASE, lease)
+    return prompt_tokens > tokens and prompt_tokens < tokens + size
+  end
+
   -- Find the last block up to which a chain that is to be computed on candidate i equals the chain of this request,
   -- which may lie between checkpoints: then it is found in the chain (c:) of the lease that made the checkpoint, or in
   -- the trail that the mirror of an approximate worker has there. A third chain that leaves at the same block is noted
   -- at the next block, so it is followed, too. A hash depends on all blocks before it, so one comparison tells whether
-  -- two chains are equal up to a block. Starts at `block`; blocks up to `depth` are known. Returns
+  -- two chains are equal up to a block. Starts at `block`; blocks up to `depth` are known. A hybrid worker that keeps
+  -- ends sparsely will have them where makers' prompts end: only these count. Returns
   --   that last block, and whether it is still to be computed (an approximate worker reports no blocks: there a maker's
   --   first token shows that they are computed, though the mirror gets them only at the end of the request),
   --   the block at which a longer chain is to be noted (node), and whether to replace the maker that is noted there.
-  local function follow(hashes, block, depth, i)
+  local function follow(hashes, size, block, depth, i)
     local n, field = #hashes / 8, format("%d", s.slots[i])
     local whole, making, parted, takes = depth, false, nil, false -- the values to return, in order
     local approximate = bit.band(struct.unpack(ROW_FLAGS, s.rows[i], FLAGS_AT), FLAG_APPROXIMATE) ~= 0
     local function made_by(maker)
       return approximate and maker and (call("HGET", lease_key, maker) or ""):byte(LEASE_STAGE_AT) == STAGE_STARTED
     end
+    local sparse, promised = groups and groups.sparse(s.slots[i]), depth
     while hops > 0 do
       hops = hops - 1
       local makes, maker, trail = unpack(call("HMGET", x .. sub(hashes, block * 8 - 7, block * 8), field,
@@ -103,6 +116,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
         if same(middle) then low = middle else high = middle - 1 end
       end
       if low > whole then whole, making = low, low > kept and not made_by(maker) end
+      if sparse and low == length and low > promised and leaves_end(maker, length * size, size) then promised = low end
       -- A longer chain is noted in place of one that ends here, a chain that goes another way at the next block.
       parted, takes = whole >= last and block or whole + 1, whole >= last or maker and length == 0
       if whole >= n or whole < block then break end
@@ -110,6 +124,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
     end
     if parted and parted > n then parted = nil end
     flagged = hops <= 0 and 1 or flagged
+    if sparse and promised < whole then whole, making = promised, promised > depth end
     return whole, making, parted, takes
   end
 
@@ -142,6 +157,12 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
         end
         if holders <= 0 then break end
       end
+      if groups then
+        groups.cut(s.slots, hashes, depth)
+        for i in pairs(matched) do
+          if by_slot[s.slots[i]] == i then matched[i] = depth[i] and min(depth[i] * size, prompt) end
+        end
+      end
       if not next(confirmed) then
         confirmed = depth
       else
@@ -172,7 +193,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
         end
         for i, block in pairs(made) do
           local own = depth[i] or 0
-          local whole, making, parted, takes = follow(hashes, block, own, i)
+          local whole, making, parted, takes = follow(hashes, size, block, own, i)
           node[i], replace[i] = parted, takes
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
         end
@@ -181,6 +202,7 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
   end
   s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed
   s.chain_of, s.counted, s.node, s.replace = chain_of, counted, node, replace
+  if groups then s.last_end, s.flagged = groups.last_end, max(flagged, groups.short) end
   if tiers then
     s.tiers = tiers
     tiers.extend(matched)

@@ -4,7 +4,7 @@ what its GPU has of a prompt, then a tier that holds the blocks behind that.
 
 Guarantee: only reads. What a GPU holds is found as exactly as without tiers, whatever tiers hold. Of a tier a lower
 bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any.
-Takes the key `sets`. Returns a table, the state's `tiers`:
+Takes the sets of all workers (packed: FURTHER_SET). Returns nil if none is a tier; else a table, the state's `tiers`:
   of_chain(key, by_slot): number of candidates and tiers that hold the first block (key), and a function from the key of
     a block to a number that takes the place of the size of its set: it counts candidates apart from tiers, because
     only a GPU's set is prefix-closed. by_slot: of the chain's scheme
@@ -25,16 +25,17 @@ local call, unpack_from = redis.call, struct.unpack
 local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tier adds 1
 local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the list of a tier
 
-return function(sets_key)
+return function(sets)
   local of_slot, of = {}, {} -- tiers by slot; by candidate, the fastest first
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
-  for _, packed in ipairs(call("HVALS", sets_key)) do
+  for _, packed in ipairs(sets) do
     local slot, main, seconds, kind = unpack_from(FURTHER_SET, packed)
     if kind ~= KIND_OF_ENDS then
       of_slot[slot] = of_slot[slot] or {}
       table.insert(of_slot[slot], { main, seconds, kind })
     end
   end
+  if not next(of_slot) then return nil end
 
   function tiers.of_chain(first, by_slot)
     local weights, holders = {}, 0 -- of the slots that hold the first block, as texts

@@ -48,6 +48,7 @@ return function(s, prefix, choose)
     if not is_whole then
       s.confirmed[w] = verify(slot, ARGV[c + 2], depth, 0)
       is_whole = s.confirmed[w] == depth
+      if not is_whole and s.last_end then s.confirmed[w] = s.last_end(slot, ARGV[c + 2], s.confirmed[w]) end
       if not is_whole and not s.speculated[w] then
         matched[w] = min(s.confirmed[w] * ARGV[c + 1], s.prompt)
         if tiers then tiers.held[w] = matched[w] end

@@ -135,5 +135,5 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
     constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
     order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
     confirmed = nil, chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
-    turn_s = nil, turn_at = nil, has_sets = has_sets, tiers = nil }
+    turn_s = nil, turn_at = nil, has_sets = has_sets, last_end = nil, tiers = nil }
 end

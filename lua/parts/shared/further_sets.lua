@@ -36,6 +36,7 @@ return function(sets_key, retired_key, digest_key, worker_id)
     for kind, known in pairs(record.sets and KINDS or {}) do
       local set = record.sets[kind]
       local seconds = set and (set.bytes_per_token or 0) * (set.ps_per_byte or known.ps_per_byte) / 1e12
+      if kind == "ends" then seconds = set and set.promises_all or 0 end
       local packed = set and struct.pack(FURTHER_SET, set.slot, slot, seconds, known.number)
       if packed then call("HSET", sets_key, worker_id .. ":" .. kind, packed) end
     end

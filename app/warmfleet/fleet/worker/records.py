@@ -140,7 +140,9 @@ WORKER: dict[str, Check] = {
         algorithm=_text, none_hash=_text, block_tokens=_count, extra_keys=_text, hash_block_tokens=_count
     ),
     "differs": _flag,
-    "sets": _object_of(_fields(slot=_count, capacity_blocks=_count, bytes_per_token=_count, ps_per_byte=_count)),
+    "sets": _object_of(
+        _fields(slot=_count, capacity_blocks=_count, bytes_per_token=_count, ps_per_byte=_count, promises_all=_count)
+    ),
     "truth": _fields(cause=_text, found=_count, healed=_count, checked=_time, resyncs=_object_of(_count)),
 }
 
