@@ -1,10 +1,10 @@
-"""vLLM's own core with KV cache groups of several sizes, hooked by the plugin: no model, no server, no Redis.
+"""vLLM's own core with KV cache groups of several kinds, hooked by the plugin: no model, no server, no Redis.
 
-    .venv-vllm/bin/python tests/vllm/hybrid_core.py SHAPE
+    .venv-vllm/bin/python tests/vllm/hybrid_core.py REQUESTS SHAPE...
 
 The program runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and
-prints a JSON object: the scheme that the plugin announces, each prompt with the tokens that vLLM found cached and the
-blocks that the plugin had reported just before, and at the end the plugin's set beside the whole table.
+prints for each shape a JSON object: the scheme that the plugin announces, each prompt with the tokens that vLLM found
+cached and the changes that the plugin had reported just before, and at the end the plugin's set beside the whole table.
 """
 
 from __future__ import annotations
@@ -13,36 +13,96 @@ import json
 import os
 import random
 import sys
+from dataclasses import dataclass, fields
 from typing import Any
 
-BLOCKS, MAX_TOKENS, PROMPTS = 220, 2_048, 90
+BLOCKS, MAX_TOKENS, STEP_TOKENS = 260, 2_048, 384
+COMMON = {"num_kv_heads": 1, "head_size": 16}
 
 
-def groups_of(shape: str) -> tuple[list[Any], int, int]:
-    """(specs of the KV cache groups, tokens that are hashed at a time, tokens to which hits are aligned)."""
+@dataclass(frozen=True)
+class Shape:
+    """groups: kind, tokens in a block, and tokens in a window or chunk. hashed, aligned: tokens that are hashed at a
+    time, and to whose multiples hits are cut. retention: 0 lets windows and states be kept sparsely, as vLLM does by
+    default since 0.30; None: densely.
+    """
+
+    groups: tuple[tuple[str, int, int], ...]
+    hashed: int
+    aligned: int
+    retention: int | None = None
+    mode: str = "none"  # of states
+
+
+def _shape(*groups: tuple[str, int, int], tokens: int = 32, **more: Any) -> Shape:
+    return Shape(groups, **({"hashed": tokens, "aligned": tokens} | more))
+
+
+FULL, WINDOW, WIDE = ("full", 32, 0), ("window", 32, 64), ("window", 32, 400)
+STATE, LINEAR, CHUNK = ("mamba", 32, 0), ("linear", 32, 0), ("chunk", 32, 128)
+SHAPES = {
+    # a hash covers half of the full-attention group's block
+    "fine": _shape(("window", 16, 64), FULL, hashed=16),
+    "equal": _shape(FULL, WINDOW),  # as in most hybrid models: one size for all groups
+    "sparse": _shape(FULL, WINDOW, retention=0),
+    "odd": _shape(FULL, ("window", 32, 100), WINDOW, ("window", 32, 100)),
+    "wide": _shape(WINDOW, FULL, WIDE, WIDE, retention=0),
+    "segments": _shape(FULL, WIDE, retention=256),
+    "finer windows": _shape(FULL, ("window", 16, 40), ("window", 64, 200), hashed=16, aligned=64),
+    "states": _shape(FULL, STATE, mode="align"),
+    "sparse states": _shape(STATE, STATE, FULL, STATE, mode="align", retention=0),
+    "all states": _shape(FULL, STATE, STATE, mode="all"),
+    "linear": _shape(LINEAR, LINEAR, FULL, mode="align", retention=0),
+    "states and windows": _shape(FULL, STATE, WIDE, mode="align", retention=0),
+    "chunks": _shape(FULL, CHUNK),
+    "parts": _shape(FULL, ("mamba", 64, 0), hashed=16, aligned=64, mode="align"),  # hits may end within a block
+    "windows": _shape(WINDOW),
+}
+
+
+def spec_of(shape: Shape, kind: str, tokens: int, width: int) -> Any:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1 import kv_cache_interface as of
 
-    common = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
-    if shape == "fine":  # a hash covers half of the full-attention group's block
-        windows = SlidingWindowSpec(block_size=16, sliding_window=64, **common)
-        return [windows, FullAttentionSpec(block_size=32, **common)], 16, 32
-    if shape == "equal":  # as in most hybrid models: one size for all groups
-        windows = SlidingWindowSpec(block_size=32, sliding_window=64, **common)
-        return [FullAttentionSpec(block_size=32, **common), windows], 32, 32
-    assert shape == "windows", shape
-    return [SlidingWindowSpec(block_size=32, sliding_window=64, **common)], 32, 32
+    if kind in ("mamba", "linear"):
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Backend
+
+        backend = Backend.LINEAR if kind == "linear" else Backend.MAMBA2
+        states = {"shapes": ((16, 16),), "dtypes": (torch.float32,), "mamba_type": backend}
+        return of.MambaSpec(block_size=tokens, mamba_cache_mode=shape.mode, **states)
+    common = COMMON | {"block_size": tokens, "dtype": torch.float32}
+    if kind == "window":
+        return of.SlidingWindowSpec(sliding_window=width, **common)
+    if kind == "chunk":
+        return of.ChunkedLocalAttentionSpec(attention_chunk_size=width, **common)
+    return of.FullAttentionSpec(**common)
+
+
+def config_of(shape: Shape) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [
+        KVCacheGroupSpec(layer_names=[f"layer{at}"], kv_cache_spec=spec_of(shape, *group))
+        for at, group in enumerate(shape.groups)
+    ]
+    more = {}
+    if "prefix_cache_retention_interval" in {field.name for field in fields(KVCacheConfig)}:
+        more["prefix_cache_retention_interval"] = shape.retention
+    else:  # vLLM 0.28
+        from vllm import envs
+
+        envs.VLLM_PREFIX_CACHE_RETENTION_INTERVAL = shape.retention
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups, **more)
 
 
 class Core:
     """A Scheduler of one shape, and the reporter that the plugin gave it."""
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: Shape) -> None:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         from warmfleet_worker.vllm_hooks.block_table import hook_prefix_cache_reset
@@ -53,43 +113,37 @@ class Core:
             served_model_name="tiny",
             block_size=32,
             max_model_len=MAX_TOKENS,
-            max_num_batched_tokens=MAX_TOKENS,
+            max_num_batched_tokens=STEP_TOKENS,
             max_num_seqs=16,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
         ).create_engine_config()
         self.config.cache_config.num_gpu_blocks = BLOCKS
-        specs, hashed, aligned = groups_of(shape)
-        groups = [KVCacheGroupSpec(layer_names=[f"layer{at}"], kv_cache_spec=spec) for at, spec in enumerate(specs)]
+        self.config.cache_config.mamba_cache_mode = shape.mode
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=config_of(shape),
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=aligned,
-            hash_block_size=hashed,
+            block_size=shape.aligned,
+            hash_block_size=shape.hashed,
             log_stats=True,
         )
         function = get_hash_fn_by_name("sha256_cbor")
         kv_cache_utils.init_none_hash(function)  # as the engine core does, after its Scheduler
-        self.hasher = kv_cache_utils.get_request_block_hasher(hashed, function)
+        self.hasher = kv_cache_utils.get_request_block_hasher(shape.hashed, function)
         hook_prefix_cache_reset()
         self.reporter = SchedulerReporter(self.scheduler, "redis://nowhere")
-        self.reported: set[bytes] = set()
         self.rng = random.Random(3)
 
-    def follow(self) -> set[bytes]:
-        """The blocks that the plugin has reported so far. Each reported change must be real."""
-        for run in self.reporter.transitions.drain(10**6):
-            hashes = {run.packed[at : at + 8] for at in range(0, len(run.packed), 8)}
-            if run.operation == "cleared":
-                self.reported = set()
-            elif run.operation == "stored":
-                assert self.reported.isdisjoint(hashes)
-                self.reported |= hashes
-            else:
-                assert self.reported >= hashes
-                self.reported -= hashes
-        return self.reported
+    def changes(self) -> list[tuple[str, str, str]]:
+        """The changes since the last call: kind of set (empty: the main one), operation, hashes."""
+        ends = getattr(self.reporter.transitions, "ends", None)
+        sets = {"": self.reporter.transitions} | ({"ends": ends} if ends is not None else {})
+        return [
+            (kind, run.operation, run.packed.hex())
+            for kind, transitions in sets.items()
+            for run in transitions.drain(10**6)
+        ]
 
     def run(self, number: int, tokens: list[int]) -> int:
         """Run one request to its end; returns how many of its tokens vLLM found cached."""
@@ -116,6 +170,7 @@ class Core:
                 pooler_output=[],
             )
             self.scheduler.update_from_output(scheduled, made)
+        self.answer = list(request.output_token_ids)
         return cached
 
     def table(self) -> list[str]:
@@ -123,32 +178,48 @@ class Core:
         return [bytes(key).hex() for key in list(pool.cached_block_hash_to_block._cache)]
 
 
-def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM may print
+def told_of(shape: Shape, requests: int) -> dict[str, Any]:
+    from warmfleet_worker.vllm_hooks.compatibility import version
     from warmfleet_worker.vllm_hooks.engine_core import full_attention_group, scheme_of
 
-    core = Core(sys.argv[1])
+    core = Core(shape)
     rng, prompts, seen = random.Random(5), list[list[int]](), list[dict[str, Any]]()
-    for number in range(PROMPTS):
-        head = rng.choice(prompts[-12:]) if prompts and rng.random() < 0.7 else []
-        prompts.append(head + [rng.randrange(3, 8_000) for _ in range(rng.randrange(20, 300))])
-        if len(prompts[-1]) > MAX_TOKENS - 100:
-            prompts[-1] = prompts[-1][-200:]
-        held = [block.hex() for block in core.follow()]
-        seen.append({"tokens": prompts[-1], "held": held, "cached": core.run(number, prompts[-1])})
-    reported, table = core.follow(), core.table()
-    cut = core.reporter.transitions.pick(core.reporter.transitions.cut())
-    assert set(cut) == reported, "a snapshot has what the changes amount to"
+    for number in range(requests):
+        head = rng.choice(prompts[-12:]) if prompts and rng.random() < 0.8 else []
+        if rng.random() < 0.3:
+            head = head[: rng.randrange(len(head) + 1)]  # a prompt that parts from an earlier one
+        tokens = head + [rng.randrange(3, 8_000) for _ in range(rng.randrange(1, 300))]
+        if rng.random() < 0.1:
+            tokens = tokens[: max(32, len(tokens) // 32 * 32)]  # whole blocks
+        if len(tokens) > MAX_TOKENS - 100:
+            tokens = tokens[-200:]
+        changes = core.changes()
+        seen.append({"tokens": tokens, "changes": changes, "cached": core.run(number, tokens)})
+        prompts.append(tokens + core.answer if rng.random() < 0.6 else tokens)
+    last = core.changes()
+    transitions, table = core.reporter.transitions, core.table()
+    cut = [block.hex() for block in transitions.pick(transitions.cut())]
+    ends = getattr(transitions, "ends", None)
+    copied = [] if ends is None else [block.hex() for block in ends.cut()]
     core.scheduler.reset_prefix_cache()
-    told = {
+    return {
+        "version": version().removesuffix("+cpu"),
         "scheme": scheme_of(core.config, full_attention_group(core.scheduler)).as_dict(),
         "closed": full_attention_group(core.scheduler).closed,
+        "announced": core.reporter.announced,
         "requests": seen,
-        "reported": [block.hex() for block in reported],
+        "last": last,
+        "cut": cut,
+        "ends": copied,
         "table": table,
-        "after_reset": len(core.follow()),
+        "reset": core.changes(),
     }
-    print(json.dumps(told), file=answers)
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM may print
+    for name in sys.argv[2:]:
+        print(json.dumps(told_of(SHAPES[name], int(sys.argv[1]))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, VENV
+from tests.vllm.hybrid_reports import hybrid_cores, outcomes
 from tests.vllm.trees import VERSIONS, environment, tree
 
 from warmfleet.fleet import Fleet
@@ -39,7 +40,7 @@ pytestmark = [
         minutes=8,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills, engines that draft tokens; a table of what differs (`make vllm-matrix`)"
+            "prefills, engines that draft tokens, hybrid engines; a table of what differs (`make vllm-matrix`)"
         ),
     ),
     pytest.mark.timeout(900),
@@ -47,6 +48,8 @@ pytestmark = [
 
 ROUNDS, REQUESTS, TOKENS = 4, 60, 600
 DRAFTED = 200  # requests to an engine that drafts tokens
+GROUPED = 150  # requests to each of these hybrid engines
+HYBRIDS = ("sparse", "finer windows", "sparse states", "states", "states and windows", "chunks")
 #: Columns of the table: what a cell counts.
 CHECKS = {
     "internals": "missing",
@@ -59,6 +62,7 @@ CHECKS = {
     "salts, adapters": "",
     "NONE_HASH": "",
     "EAGLE": "predicted",
+    "groups": "predicted",
     "server in": "",
     "ids for chats": "",
 }
@@ -320,6 +324,14 @@ async def test_what_is_predicted_for_an_engine_that_drafts_tokens_is_cached(
             assert right > DRAFTED // 4
             cells = results.cells.setdefault(version, {})
             cells["EAGLE"] = f"{DRAFTED} of {DRAFTED}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_predicted_for_hybrid_engines_is_cached(version: str, results: Results) -> None:
+    cores = hybrid_cores(GROUPED, *HYBRIDS, environment=environment(tree(version)))
+    assert {core["version"] for core in cores} == {version}
+    assert [outcomes(core)[0]["exact"] for core in cores] == [GROUPED] * len(HYBRIDS)
+    results.cells.setdefault(version, {})["groups"] = f"{GROUPED * len(HYBRIDS)} of {GROUPED * len(HYBRIDS)}"
 
 
 async def test_look_ahead_hashes_are_those_of_0_33(store: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ engine core) and when the OpenAI server has its state (in the API server). Repla
 
 - ``insert`` and ``pop`` of the block pool's ``BlockHashToBlockMap``: they show which block hashes appear and disappear;
 - ``BlockPool.reset_prefix_cache``, which makes a new map;
+- ``BlockPool.cache_full_blocks``, if the model has several KV cache groups: it tells which blocks precede each other;
 - ``BlockPool.cache_partial_block``, where it exists: the table then also has parts of blocks, which are not reported;
 - ``KVCacheManager.free`` and ``BlockPool.get_new_blocks``, only if WARMFLEET_TTFT_TARGET_S is set;
 - ``Scheduler.__init__``, ``schedule``, ``update_from_output`` and ``shutdown``;

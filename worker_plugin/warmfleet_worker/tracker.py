@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     #: Turns keys of a block table into block hashes, and leaves out the keys that are not published.
     PickHashes = Callable[[Iterable[bytes]], list[bytes]]
+    #: A stored key as it is, a removed key as a 1-tuple (cheaper than any object), None for cleared.
+    Record = bytes | tuple[bytes] | None
 
 #: Most changes that may wait for the publisher: about 25 MB of keys, minutes of an engine's work.
 QUEUE_RECORDS = 262_144
@@ -55,11 +57,10 @@ class Transitions:
         self.dropped = 0  # changes lost since the start, because the queue was full
         self.overflowed = False
         self.limit = limit
-        # A stored key as it is, a removed key as a 1-tuple (cheaper than any object), None for cleared.
-        # The deque is never replaced: ``vllm_hooks.block_table.track`` keeps a reference to it.
-        self.records: deque[bytes | tuple[bytes] | None] = deque()
+        # Never replaced, because ``vllm_hooks.block_table.track`` keeps a reference to it.
+        self.records: deque[Record] = deque()
 
-    def note(self, record: bytes | tuple[bytes] | None) -> None:
+    def note(self, record: Record) -> None:
         """Queue one change. The caller holds ``lock`` and has changed the table. Never blocks, never raises."""
         records = self.records
         if len(records) < self.limit:
@@ -86,9 +87,7 @@ class Transitions:
 
     def drain(self, limit: int) -> Iterator[Run]:
         """Take up to ``limit`` records off the queue and yield them as runs, in their order."""
-        records = self.records
-        taken = [records.popleft() for _ in range(min(limit, len(records)))]
-        for kind, run in groupby(taken, type):
+        for kind, run in groupby(self._take(limit), type):
             if kind is bytes:
                 yield from self._runs("stored", run)  # type: ignore[arg-type]  # by its kind
             elif kind is tuple:
@@ -103,6 +102,10 @@ class Transitions:
             self.records.clear()
             self.overflowed = False
         return keys
+
+    def _take(self, limit: int) -> list[Record]:
+        records = self.records
+        return [records.popleft() for _ in range(min(limit, len(records)))]
 
     def _runs(self, operation: str, keys: Iterable[bytes]) -> Iterator[Run]:
         hashes = self.pick(keys)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from warmfleet_worker.ends import GroupedTransitions
 from warmfleet_worker.protocol.wire import HASH_BYTES
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -88,6 +89,8 @@ def track(block_map: Any, transitions: Transitions, whole: WholeBlocks | None = 
     insert, pop, table = _of_all(block_map, transitions) if whole is None else _of_some(block_map, transitions, whole)
     with transitions.lock:
         transitions.table = table
+        if isinstance(transitions, GroupedTransitions):
+            transitions.whole = block_map._cache  # noqa: SLF001 - the table itself
         block_map.insert, block_map.pop, block_map.tracked = insert, pop, (transitions, whole)
         if cleared:
             transitions.note(None)
@@ -135,27 +138,35 @@ def _of_all(block_map: Any, transitions: Transitions) -> Replacements:
 
 
 def _of_some(block_map: Any, transitions: Transitions, whole: WholeBlocks) -> Replacements:
-    """Do as ``_of_all`` for a map that also has entries of parts; those of whole blocks get a table of their own."""
+    """Do as ``_of_all`` for a map that also has entries of parts; those of whole blocks get a table of their own.
+
+    Of the other groups, if they are reported at all, all entries are.
+    """
     table, base_insert, base_pop = block_map._cache, block_map.insert, block_map.pop  # noqa: SLF001 - the table itself
     reported: dict[bytes, None] = {}
     suffix, lock, note = whole.suffix, transitions.lock, transitions.note
+    others = isinstance(transitions, GroupedTransitions)
 
     def insert(key: bytes, block: Any) -> None:
-        if key[-4:] != suffix or whole.of_a_part or key in table:
+        own = key[-4:] == suffix
+        if key in table or (whole.of_a_part if own else not others):
             base_insert(key, block)
             return
         with lock:
             table[key] = block  # as the base does with a new key
-            reported[key] = None
+            if own:
+                reported[key] = None
             note(key)
 
     def pop(key: bytes, block_id: int) -> Any:
-        if key not in reported:
+        own = key[-4:] == suffix
+        if key not in reported and (own or not others):
             return base_pop(key, block_id)
         with lock:
             block = base_pop(key, block_id)
-            if key not in table:
-                del reported[key]
+            if block is not None and key not in table:
+                if own:
+                    del reported[key]
                 note((key,))
         return block
 

@@ -28,6 +28,7 @@ class Part(StrEnum):
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
+    GROUPS = "a prefix is promised as far as full attention supports it, whatever other groups do"
     TIER = "the blocks in its tier in CPU memory are not reported"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
@@ -144,6 +145,27 @@ INTERNALS = (
         ("request_id", "num_prompt_tokens", "num_tokens", "sampling_params", "block_hashes"),
         (("is_finished", "self"),),
     ),
+    Internal(
+        Part.GROUPS,
+        f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator",
+        ("scheduler_block_size", "enable_partial_hash_hits", "eagle_group_ids", "retention_interval"),
+    ),
+    Internal(Part.GROUPS, f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager", ("kv_cache_spec",)),
+    Internal(
+        Part.GROUPS,
+        f"{_CORE}.block_pool:BlockPool",
+        ("hash_block_size",),
+        (
+            (
+                "cache_full_blocks",
+                "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, ...",
+            ),
+        ),
+    ),
+    Internal(Part.GROUPS, "vllm.v1.request:Request", ("block_hashes",)),
+    Internal(Part.GROUPS, "vllm.v1.kv_cache_interface:SlidingWindowSpec", ("sliding_window",)),
+    Internal(Part.GROUPS, "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", ("attention_chunk_size",)),
+    Internal(Part.GROUPS, "vllm.v1.kv_cache_interface", ("FullAttentionSpec", "MambaSpec")),
     Internal(
         Part.TIER,
         "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",

@@ -8,9 +8,10 @@ import os
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.config import PublisherConfig, labels_of_environment
+from warmfleet_worker.ends import GroupedTransitions
 from warmfleet_worker.load import Load
 from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.protocol import wire
@@ -20,10 +21,16 @@ from warmfleet_worker.vllm_hooks import eviction
 from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.cpu_tier import CpuTier, CpuTiers
+from warmfleet_worker.vllm_hooks.groups import keeps_all_ends, report_chains, rules_of
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 from warmfleet_worker.worker_publisher import WorkerPublisher
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from warmfleet_worker.ends import Rules
 
 logger = logging.getLogger("vllm.warmfleet")
 
@@ -111,8 +118,13 @@ class SchedulerReporter:
         # T-LRU may evict blocks that two conversations share while later blocks of one of them stay cached.
         group = replace(group, closed=group.closed and (hook is None or hook.eviction.tail is None))
         self.transitions = Transitions(hash_of_key(group.number))
+        self.announced: dict[str, Mapping[str, int]] = {}  # the further sets of blocks that are reported
         if group.matched:
             pool = scheduler.kv_cache_manager.block_pool
+            if group.rules is not None:
+                self.transitions = transitions = GroupedTransitions(hash_of_key(group.number), group.rules)
+                report_chains(pool, transitions, group.rules.chained())
+                self.announced[wire.ENDS] = {"promises_all": int(keeps_all_ends(scheduler, group.rules))}
             some = group.hash_block_tokens != group.block_tokens
             whole = WholeBlocks(pool, group.number, group.block_tokens) if some else None
             track(pool.cached_block_hash_to_block, self.transitions, whole)
@@ -143,9 +155,11 @@ class SchedulerReporter:
             yielded = None if self._eviction is None else self._eviction.eviction.yield_sessions
             assignment = core_assignment(config)
             sets: dict[str, Transitions] = {}
+            if isinstance(self.transitions, GroupedTransitions):
+                sets[wire.ENDS] = self.transitions.ends
             if self._tier is not None:
-                sets[wire.CPU] = self._tier.tracker
-                config = replace(config, sets={wire.CPU: self._tier.announced()})
+                sets[wire.CPU], self.announced[wire.CPU] = self._tier.tracker, self._tier.announced()
+            config = replace(config, sets=self.announced)
             self._publisher = WorkerPublisher(
                 config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte
             )
@@ -226,7 +240,8 @@ class Group:
 
     block_tokens: tokens in one of its blocks. hash_block_tokens: tokens that vLLM hashes at a time, fewer where groups
     have blocks of several sizes. closed: every held block's predecessors are held, too; that is certain only where
-    nothing else (another group, a KV connector) takes part. matched: False if there is no such group.
+    nothing else (another group, a KV connector) takes part. matched: False if there is no such group. rules: what all
+    groups need of a prefix, if there are others.
     """
 
     number: int
@@ -234,6 +249,7 @@ class Group:
     hash_block_tokens: int
     closed: bool
     matched: bool = True
+    rules: Rules | None = None
 
 
 def full_attention_group(scheduler: Any) -> Group:
@@ -250,7 +266,11 @@ def full_attention_group(scheduler: Any) -> Group:
     number = full[0]
     block_tokens = int(manager.coordinator.single_type_managers[number].block_size)
     closed = len(groups) == 1 and scheduler.connector is None
-    return Group(number, block_tokens, int(scheduler.hash_block_size), closed)
+    rules = None
+    if len(groups) > 1 and not _lacks(Part.GROUPS):
+        with swallow_errors("could not read what its KV cache groups need", Part.GROUPS.value):
+            rules = rules_of(scheduler, number)
+    return Group(number, block_tokens, int(scheduler.hash_block_size), closed, rules=rules)
 
 
 def is_full_attention(spec: Any) -> bool:
