@@ -23,7 +23,7 @@ from warmfleet_worker.vllm_hooks.compatibility import (
 
 HOOKS = Path(compatibility.__file__).parent
 #: Imported for a few models only, or inside a ``try``.
-ASKED_FOR_WHEN_NEEDED = {"get_model_cls", "AnthropicServingMessages", "PRIORITY_HEADER"}
+ASKED_FOR_WHEN_NEEDED = {"get_model_cls", "AnthropicServingMessages", "PRIORITY_HEADER", "connector", "inputs"}
 
 
 @dataclass
