@@ -203,3 +203,16 @@ async def test_gaps_in_tiers_never_hide_what_a_gpu_holds(keyspace: Keyspace) -> 
         rows = await explained(keyspace, hashes)
         held = [rows[f"w{number}.0"].matched_tokens - rows[f"w{number}.0"].tier_tokens for number in range(1, 6)]
         assert held == [gpu * BLOCK for gpu in gpus], trial
+
+
+async def test_what_a_tier_holds_is_not_being_computed(keyspace: Keyspace) -> None:
+    """A worker computes the beginning for another request, and will load the rest."""
+    await keyspace.workers(2, flags=TIERED)
+    hashes = keyspace.chain(100)
+    maker = (await keyspace.fleet.bookings.decide(keyspace.ask(hashes[: 8 * 16]))).worker_id
+    before = await explained(keyspace, hashes)
+    await tier(keyspace, int(maker[1]), hashes, 100)
+    rows = await explained(keyspace, hashes)
+    [other] = [worker for worker in rows if worker != maker]
+    assert rows[maker].tier_tokens == 84 * BLOCK
+    assert 0 < rows[other].terms.again_s == pytest.approx(before[other].terms.again_s)

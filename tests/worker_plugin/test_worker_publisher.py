@@ -258,3 +258,26 @@ async def test_further_sets_follow_their_tables(fleet: Fleet, redis_url: str, mo
             tier.stored(hashes(9))
             await poll(same)
     assert publisher.state.dropped == tier.dropped
+
+
+async def test_the_copy_of_a_large_set_waits_for_the_fleet_without_steps(
+    fleet: Fleet, redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More entries than may be unacknowledged: the publisher shares its process with the engine."""
+    steps, step = [0], worker_publisher.WorkerPublisher.step
+    tier = Tracker()
+    tier.stored(hashes(60_000))
+
+    def counted(publisher: worker_publisher.WorkerPublisher, now: float) -> None:
+        steps[0] += 1
+        step(publisher, now)
+
+    async def same() -> bool:
+        told = (await record(fleet)).get("sets", {}).get("cpu")
+        return bool(told) and await cast("Any", fleet.redis.scard(fleet.keys.slot(told["slot"]))) == 60_000
+
+    monkeypatch.setattr(worker_publisher.WorkerPublisher, "step", counted)
+    with publishing(redis_url, model, Tracker(), sets={"cpu": tier}):
+        async with upkeep(fleet):
+            await poll(same, 60)
+    assert steps[0] < 1_000

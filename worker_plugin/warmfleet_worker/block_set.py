@@ -35,7 +35,7 @@ class BlockSet:
 
     def drop_changes(self) -> None:
         """Drop what waits, because the whole set is sent soon, or nothing is in it."""
-        self.transitions.cut()
+        self.transitions.drop()
         self._copy = None
 
     def copy(self) -> None:

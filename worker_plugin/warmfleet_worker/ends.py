@@ -287,7 +287,11 @@ class GroupedTransitions(Transitions):
 
     def _take(self, limit: int) -> list[Record]:
         taken: list[Any] = super()._take(limit)
-        self.ends.follow(taken)
+        try:
+            self.ends.follow(taken)
+        except Exception:
+            self.overflow()  # a snapshot follows, by which both sets are made anew
+            raise
         return [record for record in taken if type(record) is not Chain]
 
     def cut(self) -> Sequence[bytes]:

@@ -107,6 +107,12 @@ class Transitions:
         records = self.records
         return [records.popleft() for _ in range(min(limit, len(records)))]
 
+    def drop(self) -> None:
+        """Empty the queue, because nothing in it is to be published."""
+        with self.lock:
+            self.records.clear()
+            self.overflowed = False
+
     def _runs(self, operation: str, keys: Iterable[bytes]) -> Iterator[Run]:
         hashes = self.pick(keys)
         for start in range(0, len(hashes), BATCH_BLOCKS):

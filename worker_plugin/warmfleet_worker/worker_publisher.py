@@ -213,8 +213,10 @@ class WorkerPublisher:
 
     def _has_more(self) -> bool:
         """Return True if work is left that need not wait for the next period."""
-        if self._snapshot is not None or any(each.copying for each in self._further):
+        if self._snapshot is not None:
             return self._room() > 0
+        if self._copies:
+            return self._burst() > 1
         waiting = any(len(each.transitions) > DRAIN_RECORDS for each in self._sets)
         return bool(self._drained) or waiting or self._snapshot_request is not None
 
@@ -272,6 +274,11 @@ class WorkerPublisher:
                 self._put_run(*self._drained.popleft())
             if self._drained:
                 self._stream.flush()
+
+    @property
+    def _copies(self) -> bool:
+        """Whether copies of further sets are under way."""
+        return any(each.copying for each in self._further)
 
     def _put_copies(self) -> None:
         """Send pieces of the further sets whose copy is under way, one set after the other."""
@@ -391,7 +398,8 @@ class WorkerPublisher:
 
     def _read_command(self, now: float) -> None:
         raw = self._stream.client.get(self._command_key)
-        self._due.after_command(now, sending=self._snapshot is not None, acknowledged=self._state.acknowledged)
+        sending = self._snapshot is not None or self._copies
+        self._due.after_command(now, sending=sending, acknowledged=self._state.acknowledged)
         try:
             command = Command.parse(raw) if raw is not None else None
         except ValueError as error:

@@ -203,7 +203,9 @@ local function lowest_cost(s, own, home)
   local mean_fill = s.total_fill / count
   local slack = max(EQUAL_SHARE * prompt, s.block) -- most tokens by which candidates differ and count as equal
   local making = 0 -- tokens of the prompt that some worker is computing now
-  for i in pairs(s.speculated) do making = max(making, own[i]) end
+  for i in pairs(s.speculated) do -- what its tier holds besides is not computed
+    making = max(making, own[i] - (s.tiers and s.tiers.tokens[i] or 0))
+  end
   local most, second = 0, 0 -- tokens of the longest match, and of the next
   for _, tokens in pairs(own) do
     if tokens > most then

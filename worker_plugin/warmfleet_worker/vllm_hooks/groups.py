@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.ends import WHOLE_PREFIX, Rule, Rules
@@ -9,6 +10,13 @@ from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 
 if TYPE_CHECKING:
     from warmfleet_worker.ends import GroupedTransitions
+
+logger = logging.getLogger("vllm.warmfleet")
+
+_NOT_KNOWN = (
+    "is a group of KV caches whose rule is not known (or a draft model drops its last block): routers match prompts by "
+    "the full-attention group alone, so this engine may compute more of a prompt than they expect"
+)
 
 
 def rules_of(scheduler: Any, main: int) -> Rules | None:
@@ -23,6 +31,7 @@ def rules_of(scheduler: Any, main: int) -> Rules | None:
             continue
         needed = _needed(spec, int(manager.block_size))
         if needed is None or _drops_last_block(coordinator, number):
+            logger.warning("warmfleet: %s %s", type(spec).__name__, _NOT_KNOWN)
             return None
         groups.setdefault((int(manager.block_size), *needed), []).append(number)
     others = tuple(Rule(tuple(same), tokens, *needed) for (tokens, *needed), same in groups.items())
