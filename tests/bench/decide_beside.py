@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -105,14 +106,17 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
 
 
 def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
-    rounds, decisions = (2, 200) if quick else (60, 10_000)
+    rounds, decisions = (2, 200) if quick else (30, 10_000)
     both = {"ours": Checkout.read(HERE), "other": Checkout.read(checkout)}
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         for suffix, weights in (("", NO_DECODES), ("_usual", Weights())):
-            cost = timed(url, both, *case, rounds, weights)
-            say(f"{name}{suffix}: {cost['ours']:.1f} us beside {cost['other']:.1f}")
-            found[name + suffix] = round(cost["ours"] / cost["other"], 3)
+            ratios = []
+            for order in (both, dict(reversed(both.items()))):  # the store that is filled first is 3 to 6 % dearer
+                cost = timed(url, order, *case, rounds, weights)
+                say(f"{name}{suffix}: {cost['ours']:.1f} us beside {cost['other']:.1f}")
+                ratios.append(cost["ours"] / cost["other"])
+            found[name + suffix] = round(geometric_mean(ratios), 3)
     answers, keys = differing(url, both, decisions)
     return found | {"decisions": decisions, "differing": answers, "keys_differing": keys}
 
