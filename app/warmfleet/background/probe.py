@@ -70,6 +70,7 @@ POLL_S = 0.05
 #: Most seconds for all three answers together: FIRST_ANSWER_S in the first probe, doubled in each further probe up to
 #: MAX_ANSWER_S. An engine may compile at its first request, but a dead engine must not delay the probes of others.
 FIRST_ANSWER_S, MAX_ANSWER_S = 5.0, 30.0
+IMAGE_ANSWER_S = 2.5  # most seconds for the answer about an image
 BEAT_S = 0.1  # a heartbeat that is younger than an answer by this time was surely sent after the answer
 
 
@@ -173,7 +174,8 @@ class Probe:
     ) -> tuple[Result | None, list[Question]]:
         """Ask all questions; return the failure that an answer shows, or None, and the questions that were answered.
 
-        A worker may refuse a text or a chat (for example if it serves no chats), so a refusal shows no failure.
+        A worker may refuse a text or a chat (for example if it serves no chats), so a refusal shows no failure. Nor
+        does an image without a good answer: its first image may take an engine long.
         """
         headers, answered = headers_for(pool, worker, self._settings), list[Question]()
         wrong: Result | None = None
@@ -185,7 +187,12 @@ class Probe:
                     headers["X-Request-Id"] = f"{reservation if booked else 'unbooked'}.probe"
                     body = orjson.dumps(question.body | {"max_tokens": 1, "temperature": 0})
                     path = prompt.PATHS[ENDPOINTS[question.part]]
-                    status, text = await self._client.post(worker.url, path, body, headers)
+                    if question.part == "image":
+                        status, text = await self._ask_image(worker, path, body, headers)
+                        if status not in (200, 401, 403):
+                            continue
+                    else:
+                        status, text = await self._client.post(worker.url, path, body, headers)
                     if status in (401, 403):
                         return Result("identity", "key", f"it answered {status}: {KEY_HELP}"), []
                     if status == 200:
@@ -199,6 +206,16 @@ class Probe:
         except (WarmfleetError, TimeoutError) as error:
             return Result("url", "url", f"no answer: {error}"[:200]), []
         return wrong, answered
+
+    async def _ask_image(
+        self, worker: WorkerView, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        """Return status and text of the answer; status 0 if there is none within IMAGE_ANSWER_S."""
+        try:
+            async with asyncio.timeout(IMAGE_ANSWER_S):
+                return await self._client.post(worker.url, path, body, headers)
+        except (WarmfleetError, TimeoutError):
+            return 0, b""
 
     # ------------------------------------------------ the worker's stream
 

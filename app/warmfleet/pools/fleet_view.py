@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -179,13 +180,14 @@ def view_of(
 
 def _images(workers: Sequence[WorkerView]) -> tuple[ImageRules | None, bool]:
     """Return the rules that most workers announce, and whether a probe with an image failed at one of these."""
-    facts = [(dumps(fact), worker) for worker in workers if (fact := _facts(worker).get("images"))]
-    if not facts:
+    told = [(dumps(fact), worker) for worker in workers if (fact := _facts(worker).get("images"))]
+    rules = {text: ImageRules.of(json.loads(text)) for text in {text for text, _ in told}}
+    known = [text for text, _ in told if rules[text] is not None]
+    if not known:
         return None, False
-    most, _ = Counter(text for text, _ in facts).most_common(1)[0]
-    fact = next(_facts(worker)["images"] for text, worker in facts if text == most)
-    wrong = any(worker.record.get("cause") == "image" for text, worker in facts if text == most)
-    return ImageRules.of(fact), wrong
+    most = max(sorted(set(known)), key=known.count)
+    wrong = any(worker.record.get("cause") == "image" for text, worker in told if text == most)
+    return rules[most], wrong
 
 
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:

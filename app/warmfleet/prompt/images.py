@@ -32,6 +32,7 @@ HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha2
 KINDS = frozenset({"rgb", "clear", "other"})
 MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
 MAX_TOKENS = 2**20  # most tokens of a prompt's images; a lie about their sizes must not cost memory
+MAX_ID = 256  # most characters of an image's id, which is in the hash of each of the image's blocks
 MAX_IMAGES = 512  # most images of a prompt, because each block's images are searched among all
 
 
@@ -134,8 +135,8 @@ class ImageRules:
                 int(fact["token_id"]),
                 fact["family"],
                 parameters,
-                fact["algorithm"],
-                bool(fact["framed"]),
+                str(fact["algorithm"]),
+                fact["framed"] is True,
                 frames,
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -164,6 +165,8 @@ class ImageRules:
         if not isinstance(uuid, str) or not uuid:
             raise NotReproducible("image_id")
         own = rename(uuid) if rename is not None else uuid
+        if len(own) > MAX_ID:
+            raise NotReproducible("image_id")
         return Item(self._hash(own.encode(), "uuid") if "uuid" in self.frames else own, tokens)
 
     def _hash(self, data: bytes, kind: str) -> str:

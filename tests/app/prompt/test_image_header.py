@@ -6,24 +6,31 @@ import io
 import random
 import time
 import warnings
-from contextlib import suppress
 
-import pytest
-from PIL import Image, ImageOps, PngImagePlugin
-from tests.support.requests.pictures import XMP, exif, picture
+from PIL import Image
+from tests.support.requests.pictures import exif, picture
 
 from warmfleet.prompt.image_header import Header, Kind, header_of
 from warmfleet.prompt.messages import NotReproducible
+from warmfleet.protocol.image_tokens import FAMILIES
 
 
 def pillow(data: bytes) -> Header:
-    """What vLLM sees: it decodes the image and turns it."""
+    """What vLLM sees, but for a turn, which exchanges the sides."""
     image: Image.Image = Image.open(io.BytesIO(data))
-    with suppress(Exception):
-        image = ImageOps.exif_transpose(image)
     image.load()
     kind: Kind = "other" if image.mode != "RGB" else "clear" if "transparency" in image.info else "rgb"
     return Header(*image.size, kind)
+
+
+def test_no_formula_tells_an_images_sides_apart() -> None:
+    """So the metadata that turn an image need not be read."""
+    rng = random.Random(4)
+    for _ in range(2_000):
+        sides = rng.randrange(1, 5_000), rng.randrange(1, 5_000)
+        for formula, names in FAMILIES.values():
+            parameters = sorted(rng.choices((14, 28, 3_136, 100_000, 1_003_520), k=len(names)))
+            assert formula(*sides, *parameters) == formula(*sides[::-1], *parameters)
 
 
 def test_equals_pillow() -> None:
@@ -36,25 +43,6 @@ def test_equals_pillow() -> None:
     assert len(kinds) == 3 + 2 + 1 + 2
 
 
-def test_metadata_behind_the_pixels_turn_a_png() -> None:
-    out = io.BytesIO()
-    Image.new("RGB", (30, 20)).save(out, "PNG")
-    data = out.getvalue()
-    chunk = io.BytesIO()
-    PngImagePlugin.putchunk(chunk, b"eXIf", exif(6)[6:])
-    at = data.index(b"IEND") - 4
-    turned = data[:at] + chunk.getvalue() + data[at:]
-    assert header_of(turned) == pillow(turned) == Header(20, 30, "rgb")
-
-
-def test_a_text_that_may_turn_a_png_makes_it_unknown() -> None:
-    out, text = io.BytesIO(), PngImagePlugin.PngInfo()
-    text.add_itxt("XML:com.adobe.xmp", (XMP % 6).decode())
-    Image.new("RGB", (30, 20)).save(out, "PNG", pnginfo=text)
-    with pytest.raises(NotReproducible, match="image_header"):
-        header_of(out.getvalue())
-
-
 def camera(exif: bytes) -> bytes:
     """The begin of a JPEG with this EXIF."""
     out = io.BytesIO()
@@ -62,18 +50,9 @@ def camera(exif: bytes) -> bytes:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    "exif",
-    [b"", b"junk", b"II*\0", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"]
-    + [b"II*\0\x08\0\0\0\x01\0\x12\x01%c\0\x01\0\0\0\x08\0\0\0\0\0\0\0" % kind for kind in (1, 3, 4)]
-    + [b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x09\0\0\0\0\0\0\0"],
-)
-def test_odd_metadata_turn_an_image_as_pillow_does_or_make_it_unknown(exif: bytes) -> None:
-    data = camera(exif)
-    try:
-        assert header_of(data) == pillow(data)
-    except NotReproducible:
-        assert exif == b"II*\0"
+def test_metadata_are_not_looked_at() -> None:
+    for metadata in (b"", b"junk", exif(6)[6:], b"Exif\0\0" * 9_000):
+        assert header_of(camera(metadata)) == Header(30, 20, "rgb")
 
 
 def test_broken_and_hostile_images_are_unknown_and_cost_nothing() -> None:
@@ -87,6 +66,7 @@ def test_broken_and_hostile_images_are_unknown_and_cost_nothing() -> None:
         b"BM" + b"\0" * 100,
         camera(b"II*\0\x08\0\0\0\x50\x14" + b"\x02\x01\x02\0\0\xe0\0\0\x08\0\0\0" * 5_200),  # names 300 MB
         camera(b"II*\0\x08\0\0\0\xff\xff" + b"\x12\x01\x03\0" * 16_000),
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0\0\0\x01" * 4 + b"\0\x40\0\0eXIf" + b"Exif\0\0" * 700_000,
         b"",
     ]
     for _ in range(2_000):
