@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import redis
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 from tests.vllm.engine import SERVED_NAME, EngineOptions, VllmEngine
@@ -154,6 +155,8 @@ async def test_the_index_has_what_stock_vllm_loads_from_memory(valkey_url: str) 
     engine, option = stock("--kv-transfer-config", json.dumps(transfer))
     prompts = [[3 + chance.randrange(250) for _ in range(chance.randrange(40, 600))] for _ in range(40)]
     loaded = 0
+    with redis.Redis.from_url(valkey_url) as store:
+        store.flushdb()  # other tests' engines have the same model
     try:
         engine.start()
         await asyncio.to_thread(engine.wait)
