@@ -29,7 +29,7 @@ WHOLE_PREFIX = 2**31  # as ``Rule.blocks``: all blocks from the first on
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What groups of one kind need of a prefix: its last ``blocks`` blocks, or all from its first on.
+    """The need of groups of one kind of a prefix: its last ``blocks`` blocks, or all from its first on.
 
     groups: the numbers of these groups, each of which needs them. block_tokens: tokens in their blocks. chunk_tokens:
     if not 0, only blocks behind the last multiple of so many tokens are needed (chunked local attention).

@@ -1,4 +1,4 @@
-"""What the KV cache groups of an engine need of a prefix, and which of its blocks precede each other."""
+"""Reads from an engine the needs of its KV cache groups of a prefix, and which of its blocks precede each other."""
 
 from __future__ import annotations
 
