@@ -43,6 +43,13 @@ def joined(engine: BridgedEngine) -> list[bool]:
     return told
 
 
+def config_of(engine: BridgedEngine) -> Any:
+    """The configuration with which a rank of the engine would join; its sockets are closed."""
+    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
+    rank._sockets.close()
+    return rank.config
+
+
 def test_a_cache_of_small_pages_is_known_whole(engine: BridgedEngine) -> None:
     rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
     assert rank.config.capacity_blocks == 2_500
@@ -116,7 +123,7 @@ def test_an_engine_whose_hashes_look_ahead_joins_anew_and_says_so(
     engine.ranks[0].table.lookahead = 2
     engine._check()
     assert engine._restarted.is_set()
-    scheme = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.scheme
+    scheme = config_of(engine).scheme
     assert (scheme.extra_keys, scheme.lookahead) == ("lookahead_2", 2)
 
 
@@ -127,11 +134,11 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     api = SimpleNamespace(healthy=lambda: None, reading=lambda: readings[-1], names=lambda: (FACTS.models, {}))
     monkeypatch.setattr(engine, "api", api)
     joined(engine)
-    assert not engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets
+    assert not config_of(engine).sets
     engine.ranks[0].table.tiers_told.add("cpu")
     engine._check()
     assert engine._restarted.is_set()
-    told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
+    told = config_of(engine).sets["cpu"]
     assert engine._ps_per_byte()["cpu"] * told["bytes_per_token"] / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
     engine._reading = Reading(loaded_tokens=100, load_s=9)
     assert not engine._ps_per_byte(), "too few tokens"
