@@ -25,10 +25,12 @@ UNRESOLVED = EngineDown("no address is found for gpu1", unresolved=True)
 
 @pytest.fixture
 def engine() -> Iterator[BridgedEngine]:
-    """An engine that is not started and has no tokenizer."""
+    """An engine that is not started and has no tokenizer. It leaves no socket open."""
     context = zmq.Context[zmq.Socket[bytes]]()
     yield BridgedEngine(EngineOptions("http://gpu1:8000"), "redis://store:6379", context, lambda *_: ({}, {}))
+    left_open = [socket for socket in context._sockets if not socket.closed]
     context.destroy(linger=0)
+    assert not left_open
 
 
 def joined(engine: BridgedEngine) -> list[bool]:
@@ -41,13 +43,6 @@ def joined(engine: BridgedEngine) -> list[bool]:
     )
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
-
-
-def config_of(engine: BridgedEngine) -> Any:
-    """The configuration with which a rank of the engine would join; its sockets are closed."""
-    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
-    rank._sockets.close()
-    return rank.config
 
 
 def test_a_cache_of_small_pages_is_known_whole(engine: BridgedEngine) -> None:
@@ -123,7 +118,7 @@ def test_an_engine_whose_hashes_look_ahead_joins_anew_and_says_so(
     engine.ranks[0].table.lookahead = 2
     engine._check()
     assert engine._restarted.is_set()
-    scheme = config_of(engine).scheme
+    scheme = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.scheme
     assert (scheme.extra_keys, scheme.lookahead) == ("lookahead_2", 2)
 
 
@@ -134,11 +129,11 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     api = SimpleNamespace(healthy=lambda: None, reading=lambda: readings[-1], names=lambda: (FACTS.models, {}))
     monkeypatch.setattr(engine, "api", api)
     joined(engine)
-    assert not config_of(engine).sets
+    assert not engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets
     engine.ranks[0].table.tiers_told.add("cpu")
     engine._check()
     assert engine._restarted.is_set()
-    told = config_of(engine).sets["cpu"]
+    told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
     assert engine._ps_per_byte()["cpu"] * told["bytes_per_token"] / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
     engine._reading = Reading(loaded_tokens=100, load_s=9)
     assert not engine._ps_per_byte(), "too few tokens"
@@ -192,6 +187,18 @@ def test_a_hub_that_is_away_is_told_each_time_and_tried_again(
 def test_an_engine_that_sleeps_takes_no_requests(engine: BridgedEngine) -> None:
     engine._reading = Reading(asleep=frozenset({1}))
     assert [engine._load(rank).paused for rank in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:9", "tcp://no-port"])
+def test_a_rank_that_ends_closes_its_sockets(engine: BridgedEngine, endpoint: str) -> None:
+    """The fixture's end finds those that are open."""
+    rank = engine._rank(FACTS, EventSource(endpoint), 0)
+    rank.start()
+    assert rank.caught_up.wait(10)
+    rank.stop(leave=False)
+    rank._thread.join(10)
+    assert not rank.follows
+    assert engine._restarted.is_set() is (endpoint == "tcp://no-port")
 
 
 @pytest.mark.parametrize("stopping", [False, True])

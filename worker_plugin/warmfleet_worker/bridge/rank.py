@@ -144,32 +144,35 @@ class Rank:
 
     def _run(self) -> None:
         try:
-            if not self._sequence.verify():
-                self._complete = False
-                logger.warning(
-                    "warmfleet: %s has no replay of its events: blocks that it holds already are not known until it "
-                    "stores them again (set replay_endpoint in its --kv-events-config)",
-                    self.config.worker_id,
-                )
-            self.caught_up.set()
-            pause = VERIFY_SECONDS
-            due = time.monotonic() + pause
-            while not self._stopping.is_set():
-                self._sockets.wait(WAIT_SECONDS)
-                if self._sockets.reconnected() or time.monotonic() >= due:
-                    pause = VERIFY_SECONDS if self._sequence.verify() else min(2 * pause, LONGEST_VERIFY_SECONDS)
-                    due = time.monotonic() + pause
-                for number, payload in self._sockets.received(BATCHES_AT_ONCE):
-                    self._sequence.live(number, payload)
-                self._report()
+            with self._sockets:
+                self._follow()
         except Exception:  # a bug of ours: the table may be wrong from now on, so the engine joins anew
             logger.exception("warmfleet: cannot follow the events of %s", self.config.worker_id)
             self.table.clear()
             if not self._stopping.is_set():
                 self._on_restart()
         finally:
-            self._sockets.close()
             self.caught_up.set()
+
+    def _follow(self) -> None:
+        if not self._sequence.verify():
+            self._complete = False
+            logger.warning(
+                "warmfleet: %s has no replay of its events: blocks that it holds already are not known until it "
+                "stores them again (set replay_endpoint in its --kv-events-config)",
+                self.config.worker_id,
+            )
+        self.caught_up.set()
+        pause = VERIFY_SECONDS
+        due = time.monotonic() + pause
+        while not self._stopping.is_set():
+            self._sockets.wait(WAIT_SECONDS)
+            if self._sockets.reconnected() or time.monotonic() >= due:
+                pause = VERIFY_SECONDS if self._sequence.verify() else min(2 * pause, LONGEST_VERIFY_SECONDS)
+                due = time.monotonic() + pause
+            for number, payload in self._sockets.received(BATCHES_AT_ONCE):
+                self._sequence.live(number, payload)
+            self._report()
 
     # ------------------------------------------------ calls of the sequence
 

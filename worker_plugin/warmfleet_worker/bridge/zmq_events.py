@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,21 +21,35 @@ RECONNECT_MS = 100, 2_000  # first and longest pause between tries to connect
 
 
 class EventSockets:
-    """Reads KV events, in one thread. endpoint, replay_endpoint (None: no replay): such as ``tcp://host:5557``."""
+    """Reads KV events, in the thread that enters it, until it is left.
+
+    endpoint, replay_endpoint (None: no replay): such as ``tcp://host:5557``.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, replay_endpoint: str | None) -> None:
-        self._context = context
-        self._replay_endpoint = replay_endpoint
-        self._live = context.socket(zmq.SUB)
-        self._live.setsockopt(zmq.LINGER, 0)
-        self._live.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        self._live.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
-        self._live.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
-        self._live.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._live.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-        self._live.subscribe(b"")
-        self._monitor = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._live.connect(endpoint)
+        self._context, self._endpoint, self._replay_endpoint = context, endpoint, replay_endpoint
+
+    def __enter__(self) -> Self:
+        self._live = live = self._context.socket(zmq.SUB)
+        live.setsockopt(zmq.LINGER, 0)
+        live.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        live.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+        live.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+        live.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        live.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        live.subscribe(b"")
+        self._monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            live.connect(self._endpoint)
+        except zmq.ZMQError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.disable_monitor()
+        self._monitor.close(0)  # disable_monitor leaves it open
+        self._live.close(0)
 
     def wait(self, seconds: float) -> None:
         """Return when a batch has come, or after this time."""
@@ -83,7 +97,3 @@ class EventSockets:
                     return
                 yield int.from_bytes(frames[-2], "big"), frames[-1]
         raise ReplayError(f"{self._replay_endpoint} took too long")
-
-    def close(self) -> None:
-        self._live.disable_monitor()
-        self._live.close(0)
