@@ -17,7 +17,7 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
       x:<hash>, c:<slot>:<id>
 --]]
 local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
-  counts_key, tick_key, sets_key = unpack(KEYS)
+  counts_key, tick_key, sets_key, tiers_key = unpack(KEYS)
 local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -78,7 +78,7 @@ local operation = {} -- name -> function(data, time in ms), which returns false 
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
 local change, room = add_block_events(state, operation, count, lost)
 add_progress(state, operation, lease_key, count, parse_list, integers)
-local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL, sets_key, digest_key,
+local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL, sets_key, tiers_key, digest_key,
   retired_key, count, ask_resync, integers, change, room)
 
 function operation.heartbeat(data, time)

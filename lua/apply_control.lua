@@ -14,7 +14,7 @@ Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
 local workers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, next_slot_key,
-  resync_key, retired_key, counts_key, servers_key, sets_key = unpack(KEYS)
+  resync_key, retired_key, counts_key, servers_key, sets_key, tiers_key = unpack(KEYS)
 local prefix, worker_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local stream = "events:" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -35,7 +35,7 @@ local announced, snapshot = include "apply_control/worker_join", include "apply_
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local drop_shadow, diverged, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, {})
 local kinds, retire_set, drop_sets, publish_sets =
-  (include "shared/further_sets")(sets_key, retired_key, digest_key, worker_id)
+  (include "shared/further_sets")(sets_key, tiers_key, retired_key, digest_key, worker_id)
 local function count(name) call("HINCRBY", counts_key, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 local begin, finish =

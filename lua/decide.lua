@@ -42,7 +42,7 @@ Keys that depend on data: b:<hash>, e:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>,
       session_line, places, way:<tenant><hash>
 --]]
 local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key,
-  sets_key = unpack(KEYS)
+  sets_key, tiers_key = unpack(KEYS)
 local prefix, id, constants, policy = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
@@ -117,7 +117,7 @@ end
 s.policy, s.seed, s.prefix_tokens, s.order, s.objective_s = policy, seed, prefix_tokens, order, objective_s
 s.terms = mode >= MODE_DRY and {} or nil
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key, sets_key)
+local malformed = match(s, prefix, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key, sets_key, tiers_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)
 

@@ -45,6 +45,9 @@ local HASH_HALVES = ">I4I4"
 -- A further set of blocks: its slot, the slot of its worker's main set, seconds to load a token (of ends: 1 if a prompt
 -- that is computed leaves one at each of its blocks, else 0), number of its kind
 local FURTHER_SET = ">I4I4dB"
+-- A tier as its worker reads it: the slot of the worker's main set, seconds to load a token, number of its kind, blocks
+local TIER = ">I4dBI4"
+local TIER_BYTES = 17
 local KIND_OF_ENDS = 0 -- the number of the kind `ends`; those of tiers are larger
 
 -- A label price: the slot of a worker that lacks a preferred label, and the seconds that its cost is raised by

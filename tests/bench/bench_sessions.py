@@ -15,7 +15,8 @@ begin at their own times, .5 a second, and 60 more at 200 s.
 Variants: `before` has no ledger; the others have. In `bare` nobody helps: clients name no session, declare no tools and
 mark no end, all answers end in `stop`, and engines evict in vLLM's order. In `on` clients name sessions, declare tools
 and mark ends, answers end in tool calls, and engines evict ended and paused sessions first. In `humans` clients name
-sessions and answers end in `stop`; it is played with gaps of 20 times those of agents.
+sessions and answers end in `stop`; it is played with gaps of 20 times those of agents. `tier` is `on` with engines that
+have a tier of 4 times their GPU, behind 25 GB/s; in `tier-no-room` the ledger counts the GPU alone as room.
 
 A table goes to standard error. The last line of standard output is one JSON object. Its `rows` have the figures of
 every cell and variant, as means over seeds: `sessions_per_hour`, the time of a session from its first step to its last
@@ -37,7 +38,7 @@ import statistics
 import sys
 from collections import ChainMap
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -66,11 +67,15 @@ CHATS_ALONE_S = 500.0
 BIN_S = 100.0
 BURST_SESSIONS = 700  # more than begin
 
+TIER_TIMES = 4.0
+ON = Features(ledger=True, header=True, ended=True, tools=True, forgets=True)
 VARIANTS: Mapping[str, Features] = {
     "before": Features(),
     "bare": Features(ledger=True),
-    "on": Features(ledger=True, header=True, ended=True, tools=True, forgets=True),
+    "on": ON,
     "humans": Features(ledger=True, header=True, forgets=True),
+    "tier": replace(ON, tier_times=TIER_TIMES),
+    "tier-no-room": replace(ON, tier_times=TIER_TIMES, room=False),
 }
 
 
@@ -202,6 +207,8 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
     ratio("sessions_per_hour_bare", rate, [(tight, "bare")], before)
     ratio("p95_over_before", "session_p95_s", [(tight, "on")], before)
     ratio("before_at_07", rate, [(roomy, "on"), (roomy, "bare")], [(roomy, "before")] * 2)
+    ratio("sessions_per_hour_tier", rate, [(tight, "tier")], [(tight, "on")])
+    ratio("sessions_per_hour_tier_room", rate, [(tight, "tier")], [(tight, "tier-no-room")])
     people = ("agents-x20-1.5", "agents-x20-3")
     ratio("humans_over_before", rate, [(name, "humans") for name in people], [(name, "before") for name in people])
     ratio("four_over_one_replica", rate, [(tight, "on")], [(f"{tight}-one", "on")])

@@ -45,6 +45,8 @@ CONSTANTS_AT, SESSION_AT = 2, 18  # among decide's arguments
 SESSION_FOUND_AT, LOADS_AT = 13, 14  # in its answer
 NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
+TIERED_WORKERS = 300
+TIERED = {"none": 0, "one": 1, "ten": 10, "all": TIERED_WORKERS}  # workers with a tier
 STANDING = 200  # open reservations while decisions are timed
 CLOCK = "clock"  # a key with the time that both scripts see
 NOW_S = 1_900_000_000
@@ -85,7 +87,7 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
 
     @property
     def knows_tiers(self) -> bool:
-        return "sets_key = unpack(KEYS)" in self.texts["decide"]
+        return "sets_key" in self.texts["decide"]
 
     def arguments(self, ours: list[Any]) -> list[Any]:
         """Return the arguments of this checkout's decide for the same decision."""
@@ -108,34 +110,67 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
 def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
     rounds, decisions = (2, 200) if quick else (30, 10_000)
     both = {"ours": Checkout.read(HERE), "other": Checkout.read(checkout)}
+    sides = {name: Side(each) for name, each in both.items()}
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         for suffix, weights in (("", NO_DECODES), ("_usual", Weights())):
             ratios = []
-            for order in (both, dict(reversed(both.items()))):  # the store that is filled first is 3 to 6 % dearer
+            for order in (sides, dict(reversed(sides.items()))):  # the store that is filled first is 3 to 6 % dearer
                 cost = timed(url, order, *case, rounds, weights)
                 say(f"{name}{suffix}: {cost['ours']:.1f} us beside {cost['other']:.1f}")
                 ratios.append(cost["ours"] / cost["other"])
             found[name + suffix] = round(geometric_mean(ratios), 3)
     answers, keys = differing(url, both, decisions)
+    found |= with_tiers(url, both, rounds)
     return found | {"decisions": decisions, "differing": answers, "keys_differing": keys}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A script, in a fleet of which so many workers have a tier."""
+
+    checkout: Checkout
+    tiered: int = 0
+
+
+def with_tiers(url: str, both: Mapping[str, Checkout], rounds: int) -> dict[str, float]:
+    """Return the cost of decisions with few and with many tiers over that without any, for each script that knows
+    tiers."""
+    sides = {
+        f"{name}_{tiers}": Side(checkout, tiered)
+        for name, checkout in both.items()
+        for tiers, tiered in TIERED.items()
+        if checkout.knows_tiers
+    }
+    found: dict[str, list[float]] = {}
+    for order in (sides, dict(reversed(sides.items()))):
+        cost = timed(url, order, TIERED_WORKERS, 625, 40, rounds, Weights())
+        say(", ".join(f"{name}: {us:.1f} us" for name, us in cost.items()))
+        for name, us in cost.items():
+            found.setdefault(name, []).append(us)
+    means = {name: geometric_mean(values) for name, values in found.items()}
+    return {
+        f"{name}_over_none": round(us / means[name.partition("_")[0] + "_none"], 3)
+        for name, us in means.items()
+        if not name.endswith("_none")
+    } | ({"no_tiers_over_other": round(means["ours_none"] / means["other_none"], 3)} if "other_none" in means else {})
 
 
 def timed(
     url: str,
-    checkouts: Mapping[str, Checkout],
+    sides: Mapping[str, Side],
     workers: int,
     blocks: int,
     calls: int,
     rounds: int,
     weights: Weights,
 ) -> dict[str, float]:
-    """Return the CPU time of one call in us by checkout, of the cheapest of ``rounds``."""
-    best = dict.fromkeys(checkouts, float("inf"))
+    """Return the CPU time of one call in us by side, of the cheapest of ``rounds``."""
+    best = dict.fromkeys(sides, float("inf"))
     stores, chains = [], [b""]
-    for db, checkout in enumerate(checkouts.values()):
-        text, fit = checkout.texts.__getitem__, checkout.arguments
-        stores.append(FilledStore(url, workers, db=db, text=text, fit=fit, weights=weights))
+    for db, side in enumerate(sides.values()):
+        text, fit = side.checkout.texts.__getitem__, side.checkout.arguments
+        stores.append(FilledStore(url, workers, db=db, text=text, fit=fit, weights=weights, tiered=side.tiered))
     for store in stores:  # with the same data
         if blocks:
             chains = store.prepare(blocks, 400_000)[0].chains

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,18 +31,23 @@ if TYPE_CHECKING:
     Fit = Callable[[list[Any]], list[Any]]  # decide's arguments as that script takes them
 
 SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
+TIER_SLOTS = 10_000  # added to a worker's slot, that of its tier
 SCRIPTS = ("decide", "settle", "drain")
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
 @dataclass
 class Data:
-    """The chains of one index, and how many blocks of each every worker holds."""
+    """The chains of one index, and how many blocks of each every worker holds.
+
+    tiered: number of workers with a tier, which holds what the GPU does and a part of what is behind that.
+    """
 
     workers: int
     blocks: int
     pairs: int
     rng: random.Random
+    tiered: int = 0
     chains: list[bytes] = field(default_factory=list)
 
     def load(self, client: Any, prefix: bytes) -> int:
@@ -63,13 +69,18 @@ class Data:
         return int(sum(client.scard(prefix + b"s:%d" % slot) for slot in half))
 
     def _write(self, client: Any, prefix: bytes, chain: bytes, holders: list[tuple[int, int]]) -> int:
-        pipe = client.pipeline(transaction=False)
-        for slot, depth in holders:
-            hashes = [chain[at : at + 8] for at in range(0, 8 * depth, 8)]
-            for block in hashes:
-                pipe.sadd(prefix + b"b:" + block, slot)
-            for start in range(0, len(hashes), 1000):
-                pipe.sadd(prefix + b"s:%d" % slot, *hashes[start : start + 1000])
+        tiers = [
+            (TIER_SLOTS + slot, min(len(chain) // 8, depth + slot * 7 % 50))
+            for slot, depth in holders
+            if slot <= self.tiered
+        ]
+        pipe, both = client.pipeline(transaction=False), [*holders, *tiers]
+        for at in range(max(depth for _, depth in both)):
+            pipe.sadd(prefix + b"b:" + chain[8 * at : 8 * at + 8], *(slot for slot, depth in both if depth > at))
+        for slot, depth in both:
+            for start in range(0, depth, 1000):
+                hashes = (chain[8 * at : 8 * at + 8] for at in range(start, min(depth, start + 1000)))
+                pipe.sadd(prefix + b"s:%d" % slot, *hashes)
         pipe.execute()
         return sum(depth for _, depth in holders)
 
@@ -99,6 +110,7 @@ class FilledStore:
         text: Text = script_text,
         fit: Fit = list,
         weights: Weights | None = None,
+        tiered: int = 0,
     ) -> None:
         self.client: Any = redis.Redis.from_url(url, db=db)
         self.pid = int(self.client.info("server")["process_id"])
@@ -110,18 +122,22 @@ class FilledStore:
         self.fit = fit
         self.serial = 0
         self.session = b""  # of each question
-        self.workers = workers
+        self.workers, self.tiered = workers, tiered
 
     def fleet(self, rng: random.Random) -> None:
         """Write the rows of all workers, which stay alive for an hour, with foreign load and unequal speeds."""
         now = int(time.time() * 1000)
         for slot in range(1, self.workers + 1):
             row = LoadRow(
-                epoch=1, slot=slot, flags=FLAGS, scheme=SCHEME, speed_tps=rng.randint(8000, 12000), blocks=15_000,
+                epoch=1, slot=slot, flags=FLAGS | (Flag.SETS if slot <= self.tiered else 0), scheme=SCHEME, speed_tps=rng.randint(8000, 12000), blocks=15_000,
                 capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
             )  # fmt: skip
             name = f"worker-{slot:03d}.0"
             self.write(name, row)
+            if slot <= self.tiered:
+                tier, price = TIER_SLOTS + slot, 1e-6
+                self.client.hset(self.keys.sets, f"{name}:cpu", struct.pack(">IIdB", tier, slot, price, 1))
+                self.client.hset(self.keys.tiers, str(tier), struct.pack(">IdBI", slot, price, 1, 100_000))
             self.client.zadd(self.keys.alive, {name: now + 3_600_000})
             self.client.hset(
                 self.keys.servers, name[:-2], json.dumps({"nonce": "n", "url": f"http://10.0.0.{slot}:8000"})
@@ -201,7 +217,7 @@ class FilledStore:
         self.client.flushdb()
         self.fleet(rng)
         before = int(self.client.info("memory")["used_memory"])
-        data = Data(self.workers, blocks, pairs, rng)
+        data = Data(self.workers, blocks, pairs, rng, tiered=self.tiered)
         written = data.load(self.client, self.keys.prefix.encode())
         used = int(self.client.info("memory")["used_memory"]) - before
         say(f"{blocks} blocks: {written} pairs, {len(data.chains)} chains, {used / written:.1f} bytes per pair")

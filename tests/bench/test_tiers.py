@@ -68,7 +68,7 @@ async def test_a_weight_of_nought_is_worth_less(url: str) -> None:
 
 
 def test_a_tier_evicts_the_least_used_prompt_its_end_first() -> None:
-    tier = Tier(4, 1, 1.0, told=True)
+    tier = Tier(4, 1, 1, 1.0, told=True)
     first, second = [b"%08d" % number for number in range(3)], [b"%08d" % number for number in range(10, 12)]
     tier.use(first, store=True)
     tier.use(second, store=True)

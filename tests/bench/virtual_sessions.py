@@ -12,6 +12,7 @@ import random
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from tests.bench.overlays import overlaid
 from tests.bench.virtual_fleet import Cluster, Plan, play
 from tests.bench.virtual_plans import QUEUE, arrivals
+from tests.bench.virtual_tiers import TieredConfig, room_uncounted
 
 from warmfleet.fleet import Hint, SessionLimits, Weights
 from warmfleet.pools.policy import HOMES
@@ -199,7 +201,8 @@ class Features:
 
     header: clients name their sessions. ended: they say which step is the last. ledger: replicas keep the ledger of
     sessions; without it the cost has no decode terms. tools: requests declare tools, and answers end in tool calls but
-    for a session's last. forgets: engines evict the blocks of ended and paused sessions first.
+    for a session's last. forgets: engines evict the blocks of ended and paused sessions first. tier_times: blocks of
+    each engine's tier per block of its GPU; 0: it has no tier. room: the ledger counts the tier as room.
     """
 
     header: bool = False
@@ -207,11 +210,18 @@ class Features:
     ledger: bool = False
     tools: bool = False
     forgets: bool = False
+    tier_times: float = 0.0
+    room: bool = True
 
     def plan(self, engines: int, replicas: int, seed: int) -> Plan:
         sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
+        engine = ENGINE
+        if self.tier_times:
+            engine = TieredConfig(
+                ENGINE.scheme, ENGINE.limits, ENGINE.blocks, ENGINE.costs, tier_times=self.tier_times
+            )
         return Plan(
-            (ENGINE,) * engines,
+            (engine,) * engines,
             weights=Weights() if self.ledger else replace(Weights(), **DECODES_FREE),
             replicas=replicas,
             speed=1.0,
@@ -337,7 +347,8 @@ async def run(
 ) -> SessionCluster:
     """Play a load, and return the cluster with its records. Raises RuntimeError if the queue refused a request."""
     made = partial(SessionCluster, load=load, features=features)
-    cluster = (await play(url, load.trace(seed), features.plan(engines, replicas, seed), made)).cluster
+    with nullcontext() if features.room else room_uncounted():
+        cluster = (await play(url, load.trace(seed), features.plan(engines, replicas, seed), made)).cluster
     assert isinstance(cluster, SessionCluster)
     if any(tickets.refused for tickets in cluster.tickets.values()):
         raise RuntimeError("the fleet refused requests, its queue was full")

@@ -30,22 +30,25 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 131_072  # of an 8B model's KV: 32 layers, 8 heads of 128 numbers of 2 bytes, keys and values
 #: How decide prices what a tier holds, and where a bench puts another rule.
 RULE = "min(2 * tiers.seconds[i] * useful / tokens, lambda * useful / s.speed[i])"
+ROOM = "most = max(most, tier.blocks)"  # how tick counts a tier as room for sessions
 WEIGHTED = "(1 - {}) * lambda * useful / s.speed[i]"
 
 
 class Tier:
     """The blocks in a tier, with the time of its link. told: the plugin reports them."""
 
-    def __init__(self, blocks: int, block_bytes: int, bytes_per_s: float, *, told: bool) -> None:
-        self.blocks, self.told, self.bytes_per_s = blocks, told, bytes_per_s
-        self.block_s = block_bytes / bytes_per_s
+    def __init__(
+        self, blocks: int, block_tokens: int, token_bytes: int, bytes_per_s: float, *, told: bool
+    ) -> None:
+        self.blocks, self.token_bytes, self.told, self.bytes_per_s = blocks, token_bytes, told, bytes_per_s
+        self.block_s = block_tokens * token_bytes / bytes_per_s
         self.tracker = Tracker()
         self.loaded = 0  # blocks
         self._held: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def announced(self) -> dict[str, int]:
-        return {"capacity_blocks": self.blocks, "bytes_per_token": TOKEN_BYTES}
+        return {"capacity_blocks": self.blocks, "bytes_per_token": self.token_bytes}
 
     @property
     def ps_per_byte(self) -> int:
@@ -157,9 +160,10 @@ class TieredScheduler(Scheduler):
 
 @dataclass(frozen=True, slots=True)
 class TieredConfig(EngineConfig):
-    """An engine with a tier. tier_times: blocks of the tier per block of the GPU."""
+    """An engine with a tier. tier_times: blocks of the tier per block of the GPU. token_bytes: of its model's KV."""
 
     tier_times: float = 4.0
+    token_bytes: int = TOKEN_BYTES
     bytes_per_s: float = 25e9
     told: bool = True
 
@@ -169,7 +173,8 @@ class TieredConfig(EngineConfig):
         pool = PluginPool(self.blocks, self._eviction(), listener, clock)
         tier = Tier(
             round(self.tier_times * self.blocks),
-            TOKEN_BYTES * self.limits.block_tokens,
+            self.limits.block_tokens,
+            self.token_bytes,
             self.bytes_per_s,
             told=self.told,
         )
@@ -184,12 +189,24 @@ def counted_at(weight: float | None) -> Iterator[None]:
     if weight is None:
         yield
         return
+    with _changed("decide", RULE, WEIGHTED.format(weight)):
+        yield
 
+
+@contextmanager
+def room_uncounted() -> Iterator[None]:
+    """Let the ledger of sessions count the GPU alone as room."""
+    with _changed("tick", ROOM, ""):
+        yield
+
+
+@contextmanager
+def _changed(script: str, rule: str, other: str) -> Iterator[None]:
     def text(name: str) -> str:
         told = script_text(name)
-        if name == "decide" and RULE not in told:
-            raise ValueError("decide prices tiers by another rule than this bench knows")
-        return told.replace(RULE, WEIGHTED.format(weight))
+        if name == script and rule not in told:
+            raise ValueError(f"{script} has another rule for tiers than this bench knows")
+        return told.replace(rule, other)
 
     with patch.object(client, "script_text", text):
         yield

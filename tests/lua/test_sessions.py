@@ -767,3 +767,46 @@ async def test_the_view_tells_who_is_in_and_who_is_held(sessions: Sessions) -> N
     known = {each.session: each for each in view.sessions}
     assert known[agent.sid].calls_tools
     assert (await sessions.record(agent)).traits & Trait.PLACED
+
+
+# ---------------------------------------------------------------- tiers
+
+
+async def give_tier(sessions: Sessions, blocks: int, share: float = 0.1, users: int = 1) -> None:
+    """Give engine 1 a tier, of which a token is loaded in this share of the time to compute it."""
+    store, keys, speed = cast("Any", sessions.keyspace.store), sessions.keyspace.keys, 10_000
+    entry = struct.pack(">IdBI", 1, share / speed, 1, blocks)
+    await store.hset(keys.tiers, "99", entry + b"".join(struct.pack(">IdBI", 70, 0.0, 1, 0) for _ in range(users - 1)))
+    await sessions.keyspace.change(1, speed_tps=speed)
+    await sessions.tick()
+
+
+@pytest.mark.parametrize(
+    ("tier", "places"),
+    [
+        ({"blocks": 4_000}, 10),  # .8 of 4,000 blocks hold ten sessions of 300
+        ({"blocks": 500}, 2),  # smaller than the GPU, which it is a copy of
+        ({"blocks": 4_000, "share": 0.3}, 2),  # to compute is not much dearer
+        ({"blocks": 4_000, "users": 2}, 5),  # .8 of 2,000
+    ],
+    ids=str,
+)
+async def test_a_tier_is_room_for_sessions(sessions: Sessions, tier: dict[str, Any], places: int) -> None:
+    await give_tier(sessions, **tier)
+    made = []
+    while isinstance(await sessions.step(agent := Agent(), LARGE), Decision):
+        await sessions.ends(agent)
+        made.append(agent)
+        assert len(made) <= places
+    assert len(made) == places
+    await sessions.tick()
+    assert {(await sessions.record(agent)).place for agent in made} == {Place.IN}, "nobody is paused"
+
+
+async def test_a_tier_that_is_gone_is_no_room_any_more(sessions: Sessions) -> None:
+    await give_tier(sessions, 4_000)
+    agents = [await sessions.turn(LARGE) for _ in range(8)]
+    await cast("Any", sessions.keyspace.store).delete(sessions.keyspace.keys.tiers)
+    await sessions.tick()
+    places = [(await sessions.record(agent)).place for agent in agents]
+    assert places == [Place.IN] * 3 + [Place.OUT] * 5, "the youngest are paused until the rest fits the GPU"

@@ -23,12 +23,18 @@ TIERED = READY | Flag.SETS
 async def tier(
     keyspace: Keyspace, number: int, hashes: bytes, depth: int, price: float = FAST, kind: int = CPU, slot: int = 0
 ) -> int:
-    """Let a tier of this worker hold the first blocks of a chain; return its slot."""
+    """Let a tier of this worker hold the first blocks of a chain; return its slot.
+
+    slot: of a tier that another worker reads, too.
+    """
+    several = slot > 0
     slot = slot or 1000 * kind + number
     await keyspace.hold(slot, hashes, depth)
     name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind] }"
-    packed = struct.pack(">IIdB", slot, number, price, kind)
-    await cast("Any", keyspace.store.hset(keyspace.keys.sets, name, packed))
+    store = cast("Any", keyspace.store)
+    await store.hset(keyspace.keys.sets, name, struct.pack(">IIdB", slot, number, price, kind))
+    users = await store.hget(keyspace.keys.tiers, slot) or b"" if several else b""
+    await store.hset(keyspace.keys.tiers, slot, users + struct.pack(">IdBI", number, price, kind, 1_000))
     return slot
 
 

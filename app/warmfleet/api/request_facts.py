@@ -101,12 +101,12 @@ def queue_s(record: RequestRecord, ended_at: float) -> float:
 
 def predicted_s(attempt: TryRecord) -> float | None:
     """Predict the seconds from the engine's receipt of a request to its first token: the prefill of requests ahead and
-    of the prompt's uncached part, at the engine's measured speed, and the loads from tiers. None without a decision of
+    of the prompt's uncached part, at the engine's measured speed, with loads from tiers. None without a decision of
     Redis or a known speed."""
     if attempt.decision is None or not attempt.policy or not attempt.token_s or attempt.decision.outcome == "known":
         return None
     decision = attempt.decision
-    return attempt.token_s * (decision.wait_tokens + decision.prefill_tokens) + decision.tier_s
+    return attempt.token_s * (decision.wait_tokens + decision.prefill_tokens)
 
 
 def cached_tokens(attempt: TryRecord) -> int | None:

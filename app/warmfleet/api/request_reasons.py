@@ -195,7 +195,9 @@ def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predict
         return f"{to}, {token}: {why}", SLOWER
     ahead_s, own_s = attempt.token_s * decision.wait_tokens, attempt.token_s * decision.prefill_tokens
     ahead = f"{shown(ahead_s)} for {decision.wait_tokens:,} tokens ahead of it"
-    own = f"{shown(own_s)} for {decision.prefill_tokens:,} of its own"
+    own = f"{shown(own_s)} for {decision.prompt_tokens - decision.matched_tokens:,} of its own"
+    if decision.tier_tokens:
+        own += f" and {decision.tier_tokens:,} to load"
     return f"{to}, {token} ({ahead}, {own})", AHEAD if ahead_s > own_s else LONG
 
 

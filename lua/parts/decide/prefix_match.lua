@@ -8,7 +8,7 @@ reservations will make (x:<hash> at checkpoints, between them the chains c: of t
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
 Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
-leases' records and the key `sets`. Returns an error reply, or nil. If a candidate has tiers, decide/tiers adds what can
+leases' records, and the keys `sets` and `tiers`. Returns an error reply, or nil. If a candidate has tiers, decide/tiers adds what can
 be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
   counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
@@ -21,13 +21,12 @@ local max, min, format, tonumber = math.max, math.min, string.format, tonumber
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
 local checkpoints = include "decide/checkpoints"
 
-return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
+return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key, tiers_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
-  local sets = s.has_sets and call("HVALS", sets_key)
-  local tiers = sets and (include "decide/tiers")(sets)
-  local groups = sets and (include "decide/groups")(prefix, sets)
+  local groups = s.has_sets and (include "decide/groups")(prefix, sets_key, tiers_key)
+  local tiers = s.has_sets and (include "decide/tiers")(tiers_key, not groups and not s.has_open)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
@@ -140,21 +139,21 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key)
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
       local by_slot = s.by_slot[scheme] or {}
       local function key(of, block) return of .. sub(hashes, block * 8 - 7, block * 8) end
-      local size_of
-      if tiers and holders > 0 then holders, size_of = tiers.of_chain(b .. first, by_slot) end
+      local size_of = tiers and holders > 0 and tiers.of_chain(b .. first, by_slot)
       local ends = holders > 0 and ends_of(hashes, n, size_of and size_of(b .. first) or holders, size_of) or {}
       for k = 1, #ends do -- the deepest end that a candidate holds is its depth
         local block = ends[k]
         local slots = block == 1 and call("SMEMBERS", b .. first) or call("SINTER", b .. first, key(b, block))
-        local tokens = min(block * size, prompt)
+        local tokens, others = min(block * size, prompt), tiers and {}
         for m = 1, #slots do
           local i = by_slot[slots[m] + 0]
           if i and not depth[i] then
             depth[i], matched[i], holders = block, tokens, holders - 1
-          elseif not i and tiers and tiers.note(slots[m] + 0, block, tokens, by_slot) then
-            holders = holders - 1
+          elseif not i and others then
+            others[#others + 1] = slots[m]
           end
         end
+        if others then holders = holders - tiers.note(others, block, tokens, by_slot, depth) end
         if holders <= 0 then break end
       end
       if groups then

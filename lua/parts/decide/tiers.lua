@@ -4,12 +4,15 @@ what its GPU has of a prompt, then a tier that holds the blocks behind that.
 
 Guarantee: only reads. What a GPU holds is found as exactly as without tiers, whatever tiers hold. Of a tier a lower
 bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any.
-Takes the sets of all workers (packed: FURTHER_SET). Returns nil if none is a tier; else a table, the state's `tiers`:
-  of_chain(key, by_slot): number of candidates and tiers that hold the first block (key), and a function from the key of
-    a block to a number that takes the place of the size of its set: it counts candidates apart from tiers, because
-    only a GPU's set is prefix-closed. by_slot: of the chain's scheme
-  note(slot, block, tokens, by_slot): notes that this slot holds the chain up to a block, or these tokens; the deepest
-    block comes first. Returns true if the slot is a tier's and was not noted before
+Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), and whether the sets of all candidates are
+prefix-closed and count up to each of their blocks: then a tier counts only where it holds more than the GPU. Returns
+nil if the fleet has no tier; else a table, the state's `tiers`:
+  of_chain(key, by_slot): a function from the key of a block to a number that takes the place of the size of its set: it
+    counts tiers, and only those that hold the first block (key), apart from all others, because only a GPU's set is
+    prefix-closed. by_slot: of the chain's scheme
+  note(slots, block, tokens, by_slot, depth): notes that these slots, which are no candidates', hold the chain up to a
+    block, or these tokens, if they are tiers; the deepest block comes first. depth: blocks that the candidates hold,
+    as far as this is known by now. Returns how many of the slots were not noted before
   extend(matched): to be called when all chains are noted: adds what tiers hold to the matches. Before that, nothing
     below is set; a candidate is in these tables if its tiers hold a part of the prompt
   held        tokens that a candidate holds without its tiers; who changes this must call load(i)
@@ -23,46 +26,62 @@ Takes the sets of all workers (packed: FURTHER_SET). Returns nil if none is a ti
 --]]
 local call, unpack_from = redis.call, struct.unpack
 local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tier adds 1
+local FEW = 16 -- most tiers in the fleet for which each is asked for, at each block that is looked at
 local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the list of a tier
 
-return function(sets)
-  local of_slot, of = {}, {} -- tiers by slot; by candidate, the fastest first
+return function(tiers_key, all_closed)
+  local count = call("HLEN", tiers_key)
+  if count == 0 then return nil end
+  local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
-  for _, packed in ipairs(sets) do
-    local slot, main, seconds, kind = unpack_from(FURTHER_SET, packed)
-    if kind ~= KIND_OF_ENDS then
-      of_slot[slot] = of_slot[slot] or {}
-      table.insert(of_slot[slot], { main, seconds, kind })
+  local few, users = count <= FEW and call("HKEYS", tiers_key), {} -- slots of all tiers, if they are few; users by slot
+  for k, packed in ipairs(few and call("HVALS", tiers_key) or {}) do users[few[k]] = packed end
+
+  -- A block's set has few tiers: ask for each of them, and count the others.
+  local function by_asking(first)
+    local own = call("SMISMEMBER", first, unpack(few))
+    return function(key)
+      local candidates, held = call("SCARD", key), 0
+      for k, holds in ipairs(candidates > 0 and call("SMISMEMBER", key, unpack(few)) or {}) do
+        if holds == 1 then candidates, held = candidates - 1, held + own[k] end
+      end
+      return candidates * CANDIDATE + held
     end
   end
-  if not next(of_slot) then return nil end
 
-  function tiers.of_chain(first, by_slot)
-    local weights, holders = {}, 0 -- of the slots that hold the first block, as texts
-    for _, slot in ipairs(call("SMEMBERS", first)) do
-      local number = slot + 0
-      local weight = by_slot[number] and CANDIDATE or of_slot[number] and 1
-      if weight then weights[slot], holders = weight, holders + 1 end
-    end
-    return holders, function(key)
+  local function by_reading(first, by_slot)
+    local weights = {} -- of the slots that hold the first block, as texts
+    for _, slot in ipairs(call("SMEMBERS", first)) do weights[slot] = by_slot[slot + 0] and CANDIDATE or 1 end
+    return function(key)
       local sum = 0
       for _, slot in ipairs(call("SMEMBERS", key)) do sum = sum + (weights[slot] or 0) end
       return sum
     end
   end
 
-  function tiers.note(slot, block, tokens, by_slot)
-    local users, found = of_slot[slot], false
-    for k = 1, users and #users or 0 do
-      local main, seconds, kind = unpack(users[k])
-      local i = by_slot[main]
-      if i then
-        of[i], found = of[i] or {}, true
-        table.insert(of[i], { slot, block, tokens, seconds, kind })
+  function tiers.of_chain(first, by_slot) return few and by_asking(first) or by_reading(first, by_slot) end
+
+  function tiers.note(slots, block, tokens, by_slot, depth)
+    local new = {}
+    for _, slot in ipairs(slots) do
+      if not seen[slot] then
+        seen[slot], new[#new + 1] = true, slot
       end
     end
-    if found then of_slot[slot] = nil end
-    return found
+    local found = few and users or new[1] and call("HMGET", tiers_key, unpack(new)) or {}
+    for k, slot in ipairs(new) do
+      local packed, at = found[few and slot or k], 1
+      while packed and at <= #packed do
+        local main, seconds, kind, _
+        main, seconds, kind, _, at = unpack_from(TIER, packed, at)
+        local i = by_slot[main]
+        if i and not (all_closed and depth[i]) then
+          of[i] = of[i] or {}
+          table.insert(of[i], { slot + 0, block, tokens, seconds, kind })
+        end
+      end
+    end
+    return #new
   end
 
   function tiers.extend(matched)
@@ -78,7 +97,7 @@ return function(sets)
     end
 
     for i, own in pairs(of) do
-      table.sort(own, function(a, b) return a[SECONDS] < b[SECONDS] end)
+      if own[2] then table.sort(own, function(a, b) return a[SECONDS] < b[SECONDS] end) end
       tiers.held[i] = matched[i] or 0
       tiers.load(i)
     end

@@ -18,7 +18,7 @@ Returns the state of a decision. By candidate (entries beyond `count` are meanin
   decodes (requests in flight) and delays (seconds by which a prompt that must be computed whole delays their answers:
   slows in decide/cost_rule); no delays if both weights are 0
 For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), has_sets (whether any of these candidates
-reports further sets of blocks: shared/further_sets), count, least_wait, total_fill, total_busy
+reports further sets of blocks: shared/further_sets), has_open (whether the set of any is not prefix-closed), count, least_wait, total_fill, total_busy
 (sum of busy_share), total_filled (sum of the shares of caches that contexts need; both set if delays is), constants,
 median, prompt, now.
 --]]
@@ -37,7 +37,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
   local answer_price = (constants.decode_price + context_price) * prompt
   local delays, decodes, total_busy, total_filled = answer_price > 0 and {} or nil, {}, 0, 0
   local is_detailed = split or delays
-  local has_sets = false
+  local has_sets, has_open = false, false
 
   -- Tell how a worker of this kind (flags and scheme, one number in ROW_BRIEF) may be used: "no"; "load" if its blocks
   -- may not be matched; else the table of by_slot for its scheme. Stored, except of workers on trial.
@@ -49,6 +49,7 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
       by_slot[scheme] = by_slot[scheme] or {}
       use = band(flags, MATCHABLE) ~= 0 and by_slot[scheme] or "load"
       has_sets = has_sets or use ~= "load" and band(flags, FLAG_SETS) ~= 0
+      has_open = has_open or use ~= "load" and band(flags, FLAG_CLOSED + FLAG_PARTIAL) ~= FLAG_CLOSED
     end
     if not on_trial then usable[kind] = use end
     return use
@@ -135,5 +136,5 @@ return function(all, alive, median, constants, prompt, now, block_tokens, chaine
     constants = constants, prompt = prompt, now = now, waits = nil, policy = nil, seed = nil, prefix_tokens = nil,
     order = nil, objective_s = nil, turn = nil, flagged = nil, block = nil, matched = nil, speculated = nil,
     confirmed = nil, chain_of = nil, counted = nil, node = nil, replace = nil, tie_s = nil, room = nil, terms = nil,
-    turn_s = nil, turn_at = nil, has_sets = has_sets, last_end = nil, tiers = nil }
+    turn_s = nil, turn_at = nil, has_sets = has_sets, has_open = has_open, last_end = nil, tiers = nil }
 end

@@ -4,13 +4,14 @@ the GPU. Each has a slot of its own, which stands in the key `sets` and in the w
   ends         blocks at which all KV cache groups of the engine support a prefix that ends there
   cpu, disk    a tier: blocks that the engine loads from there into the GPU's memory
 
-Takes the keys sets, retired and digest, and the worker's id. Returns
+Takes the keys sets, tiers, retired and digest, and the worker's id. Returns
   kinds: by kind its number, the begin of the keys that hold the slots of a hash (forward), what stands behind the
     slot's number in the key of its hashes and in `retired` (mark), and ps_per_byte: the picoseconds that loading a byte
     takes until the engine has measured that
   retire(kind, set): lets collect remove what the set holds
-  drop(record): does that with all sets of the record, and removes their entries in `sets`
-  publish(record, slot): writes the sets of the record into `sets`, where decide reads them; slot: of the main set
+  drop(record): does that with all sets of the record, and removes their entries in `sets` and `tiers`
+  publish(record, slot): writes the sets of the record into `sets`, and tiers into `tiers`, too, by their slots, where
+    decide reads them; slot: of the main set
 --]]
 local call = redis.call
 local KINDS = {
@@ -19,10 +20,11 @@ local KINDS = {
   disk = { number = 2, forward = "b:", mark = "", ps_per_byte = 200 },
 }
 
-return function(sets_key, retired_key, digest_key, worker_id)
+return function(sets_key, tiers_key, retired_key, digest_key, worker_id)
   local function retire(kind, set)
     call("SADD", retired_key, string.format("%d", set.slot) .. KINDS[kind].mark)
     call("HDEL", digest_key, worker_id .. ":" .. kind)
+    call("HDEL", tiers_key, string.format("%d", set.slot))
   end
 
   local function drop(record)
@@ -39,6 +41,10 @@ return function(sets_key, retired_key, digest_key, worker_id)
       if kind == "ends" then seconds = set and set.promises_all or 0 end
       local packed = set and struct.pack(FURTHER_SET, set.slot, slot, seconds, known.number)
       if packed then call("HSET", sets_key, worker_id .. ":" .. kind, packed) end
+      if packed and kind ~= "ends" then
+        local blocks = set.capacity_blocks or record.capacity_blocks
+        call("HSET", tiers_key, string.format("%d", set.slot), struct.pack(TIER, slot, seconds, known.number, blocks))
+      end
     end
   end
 

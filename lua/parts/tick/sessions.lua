@@ -5,7 +5,9 @@ The ledger begins to bind when some engine whose cache is full computes prompts 
 one does for HARDLY_BUSY of its time, and for BINDS_MS afterwards; then all of its keys are deleted. Engines whose
 capacity is not known take no part.
 A place ends when its session had no request for the time in which its engine computes a whole cache (5 s to 60 s): to
-compute a context again is then cheaper than to keep it. An engine whose sessions need more than its capacity (what the
+compute a context again is then cheaper than to keep it. A tier from which a token is loaded in LOAD_SHARE of the time
+to compute it keeps contexts as well as the GPU, so where it is larger, it counts as the cache: it has what the GPU has,
+too. Of a tier that several engines read each has a part. An engine whose sessions need more than its capacity (what the
 requests of others leave of its cache) pauses its youngest idle sessions until the rest fits, unless it has time to
 compute. (It has, if it is less than HARDLY_BUSY. Where most sessions in have not called tools, the bound is BUSY, since
 nobody tells their ends: some of the places that seem taken are of sessions that are over.) Then those who wait are let
@@ -22,6 +24,7 @@ Cost: O(sessions), at most 2,048, of which 256 end and 256 are let in; each of t
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
 local BUSY, HARDLY_BUSY = 0.5, 0.3 -- share of an engine's time in prefill
+local LOAD_SHARE = 0.2 -- share of the time to compute a token, below which loading it is clearly cheaper
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
@@ -34,22 +37,43 @@ local NONE = 2147483648 -- more tokens than any prompt has
 local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
 local MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
 
+-- Return a function of an engine's slot, its blocks on the GPU and the seconds to compute a token there: the blocks of
+-- contexts that it can keep.
+local function keeps(prefix)
+  local of = {}
+  for _, users in ipairs(call("HVALS", prefix .. "tiers")) do
+    for at = 1, #users, TIER_BYTES do
+      local main, seconds, _, blocks = unpack_from(TIER, users, at)
+      of[main] = of[main] or {}
+      table.insert(of[main], { seconds = seconds, blocks = blocks * TIER_BYTES / #users })
+    end
+  end
+  return function(slot, most, compute_s)
+    for _, tier in ipairs(of[slot] or {}) do
+      if tier.seconds < LOAD_SHARE * compute_s then most = max(most, tier.blocks) end
+    end
+    return most
+  end
+end
+
 -- Return the engines that take part, by slot; whether the ledger binds by their state; the smallest cache in tokens.
 -- bound: it binds already.
-local function engines_of(rows, constants, now, bound)
+local function engines_of(prefix, rows, constants, now, bound)
   local engines, binds, smallest, sizes = {}, false, huge, {}
+  local kept = keeps(prefix)
   for scheme, tokens in constants.block_sizes:gmatch("(%d+)=(%d+)") do sizes[tonumber(scheme)] = tonumber(tokens) end
   for i = 1, #rows, 2 do
     local row = rows[i + 1]
     local prefill, decode, _, slot, flags, scheme, tps, foreign, foreign_decode, blocks, capacity, share, _, _, since
       = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
     if not sizes[scheme] and band(flags, FLAG_PROVEN) ~= 0 and capacity > 0 then return nil end
-    local tokens = capacity * (sizes[scheme] or 0)
-    if tokens > 0 and band(flags, ROUTABLE_MASK) == ROUTABLE then
+    local size = sizes[scheme] or 0
+    if capacity * size > 0 and band(flags, ROUTABLE_MASK) == ROUTABLE then
       share, tps = (include "shared/busy_share")(share, prefill > 0, since, now), tps > 0 and tps or UNKNOWN_SPEED
       local keeps_on = share >= (bound and HARDLY_BUSY or BUSY) * BUSY_ALWAYS and blocks >= FULL_SHARE * capacity
+      local tokens = kept(slot, capacity, 1 / tps) * size
       binds, smallest = binds or keeps_on, min(smallest, tokens)
-      engines[slot] = { worker = rows[i], tokens = tokens, context = decode + foreign_decode,
+      engines[slot] = { worker = rows[i], tokens = tokens, gpu_tokens = capacity * size, context = decode + foreign_decode,
         busy_share = share / BUSY_ALWAYS, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
         gap = max(LEAST_GAP_MS, min(MOST_GAP_MS, tokens / tps * 1000)), taken = 0, booked = 0, inside = 0, idle = {} }
     end
@@ -60,7 +84,7 @@ end
 return function(prefix, now, constants, rows, bound)
   local ledger, line = (include "shared/sessions")(prefix), prefix .. "session_line"
   local state = ledger.state()
-  local engines, binds, smallest = engines_of(rows, constants, now, bound or state.until_ms >= now)
+  local engines, binds, smallest = engines_of(prefix, rows, constants, now, bound or state.until_ms >= now)
   if not engines then return bound end
   local new_let_in, tenants = 0, {} -- tenants: tokens of their sessions that have places
   if binds then
@@ -176,7 +200,7 @@ return function(prefix, now, constants, rows, bound)
     local own, at, most = ledger.own_tokens(r, state), nil, -huge
     for slot, engine in pairs(engines) do
       local room = ADMIT * engine.capacity - engine.taken - own
-      if room >= 0 or engine.inside == 0 or engine.has_time and engine.context + own <= engine.tokens then
+      if room >= 0 or engine.inside == 0 or engine.has_time and engine.context + own <= engine.gpu_tokens then
         if slot == r.slot then room = huge end
       elseif not any then
         room = -huge
