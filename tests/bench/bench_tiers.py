@@ -5,15 +5,17 @@
     make -s bench NAME=tiers ARGS="--case chats --times 2,4,10 --links 25,5 --seeds 5"
 
 Eight engines, an 8B model on an H100, with the real scripts and publishers; each has a tier (``virtual_tiers``) of so
-many times its GPU's cache, behind a link of so many GB/s. In the case `mixed` every other engine's link is the slow
+many times its GPU's cache, behind a link of so many GB/s. In the cases `mixed` every other engine's link is the slow
 one. Arms:
 
     ignored      routers know nothing of tiers; an engine loads what a request that lands there finds
     weight-W     a token in a tier counts as W tokens on the GPU (rules of other routers; not a setting here)
     seconds      the rule of `cost`: twice the seconds of the load, at most those of computing
 
-`chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. A load is the
-share of time that engines compute in the arm `ignored` with tiers of 4 times and 25 GB/s, as measured before.
+`chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. `mixed` is `chats`
+and `mixed-agents` is `agents` on links of two kinds. To load a token of the 8B model takes 5 us at 25 GB/s and 26 us at
+5 GB/s, to compute it 30 to 45 us; `mixed-3b` is `mixed` with a model of 3B, which computes a token in 11 to 17 us and
+loads it in 5 and 23 us. A load is the share of time that engines compute in the arm `ignored` with tiers of 4 times and 25 GB/s, as measured before.
 
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has all figures (means over
 seeds): mean, p50, p90 and p99 of the time to the first token in seconds, hit_ratio (cached of all prompt tokens),
@@ -21,7 +23,8 @@ recomputed (computed tokens over those that an endless cache would have left), l
 bounds are
   seconds_over_today_mean  `seconds` over `ignored`: chats, tiers of 4 times, 25 GB/s, mean of the loads (<= .92)
   worst_case_over_today    the same for agents at 5 GB/s (<= 1.05)
-  mixed_over_best_weight   `seconds` over the best weight where links differ (<= .98)
+  mixed_over_best_weight   `seconds` over the best weight where links differ; mixed_3b_over_best_weight and
+                           mixed_agents_over_best_weight the same of these cases
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from tests.bench.virtual_plans import QUEUE, arrivals
 from tests.bench.virtual_rivals import rotated
 from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, agents, scaled
 from tests.bench.virtual_store import private_server
-from tests.bench.virtual_tiers import TieredConfig, counted_at, tiers_of
+from tests.bench.virtual_tiers import TOKEN_BYTES, TieredConfig, counted_at, tiers_of
 
 from warmfleet.errors import WarmfleetError
 from warmfleet_loadtest.measuring.figures import markdown
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 ENGINES, REPLICAS = 8, 4
 DISPATCH_S = 0.003
 FAST, SLOW = 25.0, 5.0  # GB/s
+SMALL, SMALL_BYTES = 3 / 8, 114_688  # a model of 3B: 28 layers, 8 heads of 128 numbers
 TIMES = 4.0  # the tier's blocks over the GPU's
 WEIGHTS = (0.25, 0.75, 1.0)
 ARMS: dict[str, float | None] = {
@@ -67,18 +71,26 @@ ARMS: dict[str, float | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """cache_tokens: of a GPU. most_per_s: requests or sessions a second at which engines would always compute."""
+    """cache_tokens: of a GPU. most_per_s: requests or sessions a second at which engines would always compute.
+
+    size: of the model over that of the 8B model, by which its steps take longer. mixed: links are of two kinds.
+    """
 
     cache_tokens: int
     loads: tuple[float, ...]
     most_per_s: float
     sessions: int = 0
+    size: float = 1.0
+    token_bytes: int = TOKEN_BYTES
+    mixed: bool = False
 
 
 CASES = {
     "chats": Case(400_000, (0.7, 0.85), 9.2),
     "agents": Case(150_000, (0.7,), 1.0, sessions=240),
-    "mixed": Case(400_000, (0.7, 0.85), 9.2),
+    "mixed": Case(400_000, (0.7, 0.85), 9.2, mixed=True),
+    "mixed-3b": Case(400_000, (0.7, 0.85), 9.2 / SMALL, size=SMALL, token_bytes=SMALL_BYTES, mixed=True),
+    "mixed-agents": Case(150_000, (0.7,), 1.0, sessions=240, mixed=True),
 }
 
 
@@ -125,13 +137,14 @@ class Job:
         return Trace("agents", tuple(sorted(made, key=lambda arrival: arrival.at_s)), closed=True)
 
     def engines(self) -> tuple[TieredConfig, ...]:
-        blocks = 1 + CASES[self.case].cache_tokens // ENGINE_BLOCK
+        case = CASES[self.case]
+        blocks = 1 + case.cache_tokens // ENGINE_BLOCK
         limits = replace(ENGINE.limits, max_model_len=min(ENGINE.limits.max_model_len, (blocks - 1) * ENGINE_BLOCK))
-        links = [FAST, self.link] * ENGINES if self.case == "mixed" else [self.link] * ENGINES
+        links = [FAST, self.link] * ENGINES if case.mixed else [self.link] * ENGINES
         return tuple(
             TieredConfig(
-                ENGINE.scheme, limits, blocks, ENGINE.costs,
-                tier_times=self.times, bytes_per_s=1e9 * links[number], told=self.arm != "ignored",
+                ENGINE.scheme, limits, blocks, ENGINE.costs.scaled(case.size),
+                tier_times=self.times, token_bytes=case.token_bytes, bytes_per_s=1e9 * links[number], told=self.arm != "ignored",
             )
             for number in range(ENGINES)
         )  # fmt: skip
@@ -197,7 +210,10 @@ def bounds(rows: Sequence[Row]) -> dict[str, float]:
     told = {
         "seconds_over_today_mean": ratios(rows, "chats", TIMES, FAST, ["ignored"]),
         "worst_case_over_today": ratios(rows, "agents", TIMES, SLOW, ["ignored"]),
-        "mixed_over_best_weight": ratios(rows, "mixed", TIMES, SLOW, weights),
+    } | {
+        f"{name.replace('-', '_')}_over_best_weight": ratios(rows, name, TIMES, SLOW, weights)
+        for name, case in CASES.items()
+        if case.mixed
     }
     return {name: round(statistics.fmean(found), 4) for name, found in told.items() if found}
 
@@ -245,7 +261,7 @@ def every(args: argparse.Namespace) -> list[Job]:
         rows = args.rows or ((60 if case.sessions else 600) if args.quick else None)
         usual = (
             ["seconds", *[arm for arm in ARMS if arm.startswith("weight")]]
-            if name == "mixed"
+            if case.mixed
             else ["ignored", "seconds"]
         )
         for load in args.loads or case.loads:
