@@ -196,8 +196,8 @@ def timed(
     return best
 
 
-def differing(url: str, checkouts: Mapping[str, Checkout], decisions: int) -> tuple[int, int]:
-    """Make random decisions with both scripts, each in a database of its own.
+def differing(url: str, checkouts: Mapping[str, Checkout], decisions: int, tiered: float = 0.0) -> tuple[int, int]:
+    """Make random decisions with both scripts, each in a database of its own. tiered: share of workers with tiers.
 
     Returns the number of those whose answers differ, and of those after which keys differ.
     """
@@ -205,7 +205,7 @@ def differing(url: str, checkouts: Mapping[str, Checkout], decisions: int) -> tu
     answers = keys = 0
     for number in range(decisions):
         if number % 5 == 0:
-            commands = random_fleet(random.Random(number))
+            commands = random_fleet(random.Random(number), tiered)
             for fleet in fleets:
                 fleet.fill(commands)
         call = random_call(random.Random(number), f"wf-{number:022d}")
@@ -279,8 +279,11 @@ def chain_of(rng: random.Random) -> bytes:
     return b"".join(b"".join(heads[: 1 + at // 10]).ljust(6, b"-") + at.to_bytes(2, "big") for at in range(40))
 
 
-def random_fleet(rng: random.Random) -> list[tuple[Any, ...]]:
-    """Return the commands that write a fleet: loads, flags, heartbeats and cached blocks of all kinds."""
+def random_fleet(rng: random.Random, tiered: float = 0.0) -> list[tuple[Any, ...]]:
+    """Return the commands that write a fleet: loads, flags, heartbeats and cached blocks of all kinds.
+
+    tiered: share of the workers that have tiers, most of which have gaps.
+    """
     now = NOW_S * 1_000
     ticked, grace, median = rng.choice((100, 2_400, 9_000)), rng.choice((-1, 9_000)), rng.choice((0, 9_000))
     commands: list[tuple[Any, ...]] = [("SET", KEYS.tick, f"{now - ticked} {now + grace} {median}")]
@@ -303,6 +306,9 @@ def random_fleet(rng: random.Random) -> list[tuple[Any, ...]]:
             under_way_tokens=rng.randint(0, 9_000) if busy else 0,
             since_ms=rng.choice((0, (now + rng.randint(-60_000, 2_000)) % 2**32)),
         )  # fmt: skip
+        has_tiers = rng.random() < tiered
+        if has_tiers:
+            row = replace(row, flags=row.flags | Flag.SETS)
         commands.append(("HSET", KEYS.load, name, row.pack(name)))
         if rng.random() < 0.95:
             commands.append(("ZADD", KEYS.alive, now - rng.choice((0, 5_000, 14_000, 30_000)), name))
@@ -312,6 +318,24 @@ def random_fleet(rng: random.Random) -> list[tuple[Any, ...]]:
             if flags & Flag.CLOSED or rng.random() < 0.95:
                 commands.append(("SADD", KEYS.prefix + f"s:{slot}", chain[at : at + 8]))
                 commands.append(("SADD", KEYS.prefix.encode() + b"b:" + chain[at : at + 8], slot))
+        if has_tiers:
+            commands += random_tiers(rng, slot, depth)
+    return commands
+
+
+def random_tiers(rng: random.Random, slot: int, depth: int) -> list[tuple[Any, ...]]:
+    """Return the commands that write one or two tiers of a worker whose GPU holds so many blocks of a chain."""
+    commands: list[tuple[Any, ...]] = []
+    for kind, name in ((1, "cpu"), (2, "disk"))[: rng.choice((1, 1, 2))]:
+        tier, price = 1_000 * kind + slot, rng.choice((1e-6, 1e-5, 1e-4, 1e-3))
+        commands.append(("HSET", KEYS.sets, f"w{slot}.0:{name}", struct.pack(">IIdB", tier, slot, price, kind)))
+        commands.append(("HSET", KEYS.tiers, tier, struct.pack(">IdBI", slot, price, kind, 100)))
+        chain, held = chain_of(rng), rng.choice((0, depth, 40, rng.randint(0, 40)))
+        first, last = sorted((rng.randint(0, 60), rng.randint(0, 60)))  # blocks of a gap
+        for at in range(0, 8 * held, 8):
+            if not first <= at // 8 < last:
+                commands.append(("SADD", KEYS.prefix + f"s:{tier}", chain[at : at + 8]))
+                commands.append(("SADD", KEYS.prefix.encode() + b"b:" + chain[at : at + 8], tier))
     return commands
 
 

@@ -217,9 +217,7 @@ class Features:
         sessions = SessionLimits(held_max_ms=LONGEST_HOLD_MS) if self.ledger else SessionLimits()
         engine = ENGINE
         if self.tier_times:
-            engine = TieredConfig(
-                ENGINE.scheme, ENGINE.limits, ENGINE.blocks, ENGINE.costs, tier_times=self.tier_times
-            )
+            engine = TieredConfig(ENGINE.scheme, ENGINE.limits, ENGINE.blocks, ENGINE.costs, tier_times=self.tier_times)
         return Plan(
             (engine,) * engines,
             weights=Weights() if self.ledger else replace(Weights(), **DECODES_FREE),

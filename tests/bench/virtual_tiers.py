@@ -37,9 +37,7 @@ WEIGHTED = "(1 - {}) * lambda * useful / s.speed[i]"
 class Tier:
     """The blocks in a tier, with the time of its link. told: the plugin reports them."""
 
-    def __init__(
-        self, blocks: int, block_tokens: int, token_bytes: int, bytes_per_s: float, *, told: bool
-    ) -> None:
+    def __init__(self, blocks: int, block_tokens: int, token_bytes: int, bytes_per_s: float, *, told: bool) -> None:
         self.blocks, self.token_bytes, self.told, self.bytes_per_s = blocks, token_bytes, told, bytes_per_s
         self.block_s = block_tokens * token_bytes / bytes_per_s
         self.tracker = Tracker()

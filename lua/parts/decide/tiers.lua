@@ -32,7 +32,7 @@ local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the li
 return function(tiers_key, all_closed)
   local count = call("HLEN", tiers_key)
   if count == 0 then return nil end
-  local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted
+  local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted for this chain
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
   local few, users = count <= FEW and call("HKEYS", tiers_key), {} -- slots of all tiers, if they are few; users by slot
   for k, packed in ipairs(few and call("HVALS", tiers_key) or {}) do users[few[k]] = packed end
@@ -59,7 +59,10 @@ return function(tiers_key, all_closed)
     end
   end
 
-  function tiers.of_chain(first, by_slot) return few and by_asking(first) or by_reading(first, by_slot) end
+  function tiers.of_chain(first, by_slot)
+    seen = {}
+    return few and by_asking(first) or by_reading(first, by_slot)
+  end
 
   function tiers.note(slots, block, tokens, by_slot, depth)
     local new = {}
