@@ -13,10 +13,11 @@ one. Arms:
     weight-W     a token in a tier counts as W tokens on the GPU (rules of other routers; not a setting here)
     seconds      the rule of `cost`: twice the seconds of the load, at most those of computing
 
-`chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. `mixed` is `chats`
-and `mixed-agents` is `agents` on links of two kinds. To load a token of the 8B model takes 5 us at 25 GB/s and 26 us at
-5 GB/s, to compute it 30 to 45 us; `mixed-3b` is `mixed` with a model of 3B, which computes a token in 11 to 17 us and
-loads it in 5 and 23 us. A load is the share of time that engines compute in the arm `ignored` with tiers of 4 times and 25 GB/s, as measured before.
+`chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. `mixed` is
+`chats` and `mixed-agents` is `agents` on links of two kinds. To load a token of the 8B model takes 5 us at 25 GB/s and
+26 us at 5 GB/s, to compute it 30 to 45 us; `mixed-3b` is `mixed` with a model of 3B, which computes a token in 11 to
+17 us and loads it in 5 and 23 us. A load is the share of time that engines compute in the arm `ignored`
+with tiers of 4 times and 25 GB/s, as measured before.
 
 Tables go to standard error. The last line of standard output is one JSON object: `rows` has all figures (means over
 seeds): mean, p50, p90 and p99 of the time to the first token in seconds, hit_ratio (cached of all prompt tokens),
@@ -150,7 +151,8 @@ class Job:
         return tuple(
             TieredConfig(
                 ENGINE.scheme, limits, blocks, ENGINE.costs.scaled(case.size),
-                tier_times=self.times, token_bytes=case.token_bytes, bytes_per_s=1e9 * links[number], told=self.arm != "ignored",
+                tier_times=self.times, token_bytes=case.token_bytes, bytes_per_s=1e9 * links[number],
+                told=self.arm != "ignored",
             )
             for number in range(self.engines)
         )  # fmt: skip

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SCHEME, BLOCK_TOKENS, TENANTS = 7, 16, 20
 TIER_SLOTS = 10_000  # added to a worker's slot, that of its tier
 SCRIPTS = ("decide", "settle", "drain")
+OF_TIERED = Flag.SETS | Flag.CLOSED  # an engine with a connector does not promise closed sets
 FLAGS = Flag.SERVER | Flag.URL | Flag.PROVEN | Flag.CLOSED
 
 
@@ -129,8 +130,9 @@ class FilledStore:
         now = int(time.time() * 1000)
         for slot in range(1, self.workers + 1):
             row = LoadRow(
-                epoch=1, slot=slot, flags=FLAGS | (Flag.SETS if slot <= self.tiered else 0), scheme=SCHEME, speed_tps=rng.randint(8000, 12000), blocks=15_000,
-                capacity_blocks=20_000, foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
+                epoch=1, slot=slot, flags=FLAGS ^ OF_TIERED if slot <= self.tiered else FLAGS, scheme=SCHEME,
+                speed_tps=rng.randint(8000, 12000), blocks=15_000, capacity_blocks=20_000,
+                foreign_prefill_tokens=rng.randint(0, 2000), evicted=rng.randint(0, 50),
             )  # fmt: skip
             name = f"worker-{slot:03d}.0"
             self.write(name, row)

@@ -58,6 +58,12 @@ async def test_each_set_has_a_slot_of_its_own(reporter: ReportingWorker) -> None
     assert members == {b"%d" % slot for slot in (row.slot, await slot_of(reporter, "cpu"))}
 
 
+async def tiers(reporter: ReportingWorker) -> dict[int, tuple[Any, ...]]:
+    """Return slot of the main set, price, kind and blocks of each tier, by its slot."""
+    found = await cast("Any", reporter.store.hgetall(reporter.keys.tiers))
+    return {int(slot): struct.unpack(">IdBI", packed) for slot, packed in found.items()}
+
+
 async def test_decide_reads_slots_and_prices_in_one_key(reporter: ReportingWorker) -> None:
     async def published(kind: str) -> tuple[Any, ...]:
         packed = await cast("Any", reporter.store.hget(reporter.keys.sets, f"s.0:{kind}"))
@@ -66,6 +72,7 @@ async def test_decide_reads_slots_and_prices_in_one_key(reporter: ReportingWorke
     main = (await reporter.row()).slot
     assert await published("cpu") == (await slot_of(reporter, "cpu"), main, pytest.approx(40e-6), 1)
     assert await published("ends") == (await slot_of(reporter, "ends"), main, 0.0, 0)
+    assert await tiers(reporter) == {await slot_of(reporter, "cpu"): (main, pytest.approx(40e-6), 1, 1000)}
     await reporter.join("n2", sets=SETS | {"ends": {"promises_all": 1}})
     await reporter.applied()
     main = (await reporter.row()).slot
@@ -83,6 +90,7 @@ async def test_decide_reads_slots_and_prices_in_one_key(reporter: ReportingWorke
         pytest.approx(200e-6),  # a small change of the measured rate leaves the record as it is
     )
     assert main_now != main
+    assert await tiers(reporter) == {slot: (main_now, seconds, 1, 1000)}, "as decide finds it by the tier's slot"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "ends"])
@@ -96,6 +104,7 @@ async def test_cleared_gives_the_set_another_slot_and_leaves_the_others(reporter
     await reporter.send(f"stored.{kind}", blocks(5))
     await reporter.applied()
     assert await slot_of(reporter, kind) != before
+    assert set(await tiers(reporter)) == {await slot_of(reporter, "cpu")}
     assert await further(reporter, kind) == held(5)
     assert await further(reporter, other) == await reporter.holds() == held(1, 2)
     while (await reporter.fleet.upkeep.collect(2))[1]:
@@ -136,7 +145,7 @@ async def test_a_restart_leaves_nothing_of_the_sets(reporter: ReportingWorker, s
         pass
     assert "sets" not in await reporter.record()
     assert not (await reporter.row()).flags & Flag.SETS
-    assert not await store.exists(reporter.keys.sets, reporter.keys.block(block(1)), reporter.keys.end(block(1)))
+    assert not await store.exists(reporter.keys.sets, reporter.keys.tiers, reporter.keys.block(block(1)), reporter.keys.end(block(1)))
     assert await cast("Any", store.hkeys(reporter.keys.digest)) == []
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.keyspace import BLOCK, READY
 
-from warmfleet.fleet import Flag
+from warmfleet.fleet import Flag, new_reservation
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
@@ -60,19 +60,76 @@ async def test_the_tier_continues_what_the_gpu_holds(
     assert (rows["w2.0"].matched_tokens, rows["w2.0"].tier_tokens) == (0, 0)
 
 
-async def test_what_a_tier_holds_is_not_booked_as_prefill(keyspace: Keyspace) -> None:
+@pytest.mark.parametrize(
+    ("price", "booked"),
+    [(0.0, 0), (FAST, 11), (0.4e-4, 448), (SLOW, 1120)],  # at 10,000 tokens a second; as many as are loaded at most
+)
+async def test_a_load_is_booked_as_the_prefill_of_its_time(keyspace: Keyspace, price: float, booked: int) -> None:
     await keyspace.workers(2, flags=TIERED)
     hashes = keyspace.chain(100)
     await keyspace.hold(2, hashes, 20)
-    await tier(keyspace, 2, hashes, 90)
+    await tier(keyspace, 2, hashes, 90, price)
     decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
     assert (decision.worker_id, decision.matched_tokens) == ("w2.0", 90 * BLOCK)
     assert (decision.tier_tokens, decision.tier) == (70 * BLOCK, "cpu")
-    assert decision.tier_s == pytest.approx(70 * BLOCK * FAST, abs=1e-6)
-    assert decision.prefill_tokens == 10 * BLOCK + 1
-    assert (await keyspace.row(2)).prefill_tokens == 10 * BLOCK + 1
+    assert decision.tier_s == pytest.approx(70 * BLOCK * price, abs=1e-6)
+    assert decision.prefill_tokens == 10 * BLOCK + 1 + booked
+    assert (await keyspace.row(2)).prefill_tokens == decision.prefill_tokens
     [lease] = (await keyspace.leases()).values()
-    assert lease.matched_tokens == 90 * BLOCK
+    assert (lease.matched_tokens, lease.prefill_tokens) == (90 * BLOCK, decision.prefill_tokens)
+    await keyspace.fleet.bookings.settle(decision.reservation, "started")
+    assert (await keyspace.row(2)).prefill_tokens == 0
+
+
+async def test_the_next_decision_sees_a_load_under_way(keyspace: Keyspace) -> None:
+    """Two workers have prompts on slow tiers: the second prompt waits for no load of the first."""
+    await keyspace.workers(2, flags=TIERED)
+    for hashes in (keyspace.chain(500), keyspace.chain(500)):
+        for number in (1, 2):
+            await tier(keyspace, number, hashes, 500, 0.5e-4)
+        last = hashes
+    first = await keyspace.fleet.bookings.decide(keyspace.ask(last))
+    rows = await explained(keyspace, keyspace.chain(500))
+    waits = {name: row.terms.wait_s for name, row in rows.items()}
+    assert waits[first.worker_id] > 0.3
+    assert sorted(waits.values())[0] == 0
+
+
+async def test_a_reservation_of_several_prompts_books_no_load(keyspace: Keyspace) -> None:
+    """Each of its prompts gives back the tokens that it lacked, so nothing else may be booked."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(100)
+    await tier(keyspace, 1, hashes, 90, 0.5e-4)
+    ask = keyspace.ask(hashes, reservation=new_reservation(2))
+    assert (await keyspace.fleet.bookings.decide(ask)).prefill_tokens == 10 * BLOCK + 1
+
+
+async def test_booked_loads_are_given_back_whole(keyspace: Keyspace) -> None:
+    """Whatever is decided and however it ends, rows have what the open leases say, and in the end nothing."""
+    await keyspace.workers(4, flags=TIERED)
+    chains = [keyspace.chain(60) for _ in range(6)]
+    for hashes in chains:
+        for number in range(1, 5):
+            await keyspace.hold(number, hashes, keyspace.rng.randrange(40))
+            await tier(keyspace, number, hashes, keyspace.rng.randrange(61), keyspace.rng.choice((FAST, 0.5e-4, SLOW)))
+    open_ids: list[str] = []
+    for _ in range(150):
+        if open_ids and keyspace.rng.random() < 0.45:
+            ends = keyspace.rng.choice(("started", "finished", "failed", "cancelled"))
+            at = keyspace.rng.randrange(len(open_ids))
+            await keyspace.fleet.bookings.settle(open_ids[at], ends)
+            if ends != "started":
+                open_ids.pop(at)
+        else:
+            ask = keyspace.ask(keyspace.rng.choice(chains))
+            open_ids.append((await keyspace.fleet.bookings.decide(ask)).reservation)
+        booked = dict.fromkeys(await keyspace.rows(), 0)
+        for lease in (await keyspace.leases()).values():
+            booked[lease.worker_id] += lease.prefill_tokens
+        assert {name: row.prefill_tokens for name, row in (await keyspace.rows()).items()} == booked
+    for name in open_ids:
+        await keyspace.fleet.bookings.settle(name, "cancelled")
+    assert {row.prefill_tokens for row in (await keyspace.rows()).values()} == {0}
 
 
 async def test_loads_count_twice_and_never_more_than_computing(keyspace: Keyspace) -> None:

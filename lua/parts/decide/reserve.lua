@@ -12,7 +12,7 @@ all of these tokens, so that later decisions see the engine busy with it; but no
 each of which gives back what it lacks (apply/progress).
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
-local max, min, ceil = math.max, math.min, math.ceil
+local max, min, floor = math.max, math.min, math.floor
 local MARK_AT = 4 -- the position of the mark in a reservation's id, behind wf-
 local checkpoints = include "decide/checkpoints"
 
@@ -38,7 +38,7 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   local uncached, context = s.prompt - own, max(0, decode_tokens - own)
   local loads = s.tiers and s.tiers.tokens[w]
   if loads and sub(id, MARK_AT, MARK_AT) ~= MARK_SEVERAL_PROMPTS then
-    uncached = uncached + ceil(min(s.tiers.seconds[w] * s.speed[w], loads))
+    uncached = uncached + floor(min(s.tiers.seconds[w] * s.speed[w], loads) + 0.5)
   end
   local work
   if prefill > 0 then

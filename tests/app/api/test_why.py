@@ -372,7 +372,7 @@ def served(*, stream: bool = True, first_s: float = 1.0, **of_try: Any) -> tuple
 
 
 def test_a_part_that_was_loaded_from_a_tier_is_told_and_predicted() -> None:
-    held = replace(decision(matched=3_072), tier_tokens=2_048, tier_s=0.038, tier="cpu")
+    held = replace(decision(matched=3_072), tier_tokens=2_048, tier_s=0.038, tier="cpu", prefill_tokens=1_028 + 380)
     found = facts(served(decision=held)[0])
     assert found["where_held"] == "1,024 on the GPU, 2,048 in CPU memory (38 ms)"
     assert found["predicted_ms"] == pytest.approx(0.1 * (4_100 - 3_072) + 38, abs=0.2)

@@ -378,6 +378,12 @@ class TestExplain:
         assert printed[-1] == "It moves: sim-2.0 holds 16 tokens more."
         assert "LEAVE" not in plain(explain.parts_of(EXPLAINED | {"policy": "sticky"})), "other policies ask no price"
 
+    def test_explain_says_where_a_worker_holds_the_prompt(self) -> None:
+        held = CANDIDATE | {"where_held": "4,096 on the GPU, 12,288 in CPU memory (38 ms)"}
+        printed = plain(explain.parts_of(EXPLAINED | {"candidates": [held, CANDIDATE | {"where_held": ""}]}))
+        line = f"{CANDIDATE['worker_id']} holds 4,096 on the GPU, 12,288 in CPU memory (38 ms)."
+        assert [text for text in printed.splitlines() if " holds " in text] == [line]
+
     def test_explain_says_that_a_request_would_wait(self, capsys: pytest.CaptureFixture[str]) -> None:
         waits = EXPLAINED | {"waits": True, "waits_for": "sim-2.0", "turn_s": 4.536}
         with replica({"/explain": (200, waits)}) as (url, _):
