@@ -8,7 +8,11 @@ figure is its cheapest round. An older script gets the arguments that it knows.
                              both without the decode terms; with _usual at the end with the default weights
     decisions, differing     random decisions that both made, each on its own copy of a fleet; how many answers (with
                              costs, to 2 us) were not the same
-    keys_differing           how many left keys that were not the same
+    keys_differing           how many left keys that were not the same; both with _tiered at the end with tiers, if both
+                             scripts know these
+    ours_one_over_none       the cost with one tier among 300 workers over that without tiers; with ten, with all; other_…
+                             the same of the other script
+    no_tiers_over_other      300 workers without tiers, ours over the other's
 """
 
 from __future__ import annotations
@@ -121,6 +125,8 @@ def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
                 ratios.append(cost["ours"] / cost["other"])
             found[name + suffix] = round(geometric_mean(ratios), 3)
     answers, keys = differing(url, both, decisions)
+    if all(each.knows_tiers for each in both.values()):
+        found["differing_tiered"], found["keys_differing_tiered"] = differing(url, both, decisions, tiered=0.5)
     found |= with_tiers(url, both, rounds)
     return found | {"decisions": decisions, "differing": answers, "keys_differing": keys}
 
@@ -208,7 +214,7 @@ def differing(url: str, checkouts: Mapping[str, Checkout], decisions: int, tiere
             commands = random_fleet(random.Random(number), tiered)
             for fleet in fleets:
                 fleet.fill(commands)
-        call = random_call(random.Random(number), f"wf-{number:022d}")
+        call = random_call(random.Random(number), f"wf-{number:022d}", excludes=not tiered)
         ours, other = (fleet.decide(call, number) for fleet in fleets)
         if not same(ours[0], other[0]):
             answers += 1
@@ -282,7 +288,8 @@ def chain_of(rng: random.Random) -> bytes:
 def random_fleet(rng: random.Random, tiered: float = 0.0) -> list[tuple[Any, ...]]:
     """Return the commands that write a fleet: loads, flags, heartbeats and cached blocks of all kinds.
 
-    tiered: share of the workers that have tiers, most of which have gaps.
+    tiered: share of the workers that have tiers, most of which have gaps. Then all workers are candidates: a tier's match
+    is a lower bound, which the blocks of others may raise.
     """
     now = NOW_S * 1_000
     ticked, grace, median = rng.choice((100, 2_400, 9_000)), rng.choice((-1, 9_000)), rng.choice((0, 9_000))
@@ -291,11 +298,11 @@ def random_fleet(rng: random.Random, tiered: float = 0.0) -> list[tuple[Any, ...
     for slot in rng.sample(range(1, 900), rng.choice((1, 2, 3, 6, 12, 40))):
         name, flags = f"w{slot}.0", int(USUAL)
         for flag in Flag:
-            if rng.random() < 0.06 and flag is not Flag.SETS:  # blocks are searched in another way then
+            if rng.random() < 0.06 and (flag is Flag.CLOSED if tiered else flag is not Flag.SETS):
                 flags ^= flag
         busy, foreign = not idle and rng.random() < 0.7, rng.random() < 0.3
         row = LoadRow(
-            epoch=1, slot=slot, flags=flags, scheme=rng.choice((SCHEME, SCHEME, SCHEME, 8)),
+            epoch=1, slot=slot, flags=flags, scheme=rng.choice((SCHEME, SCHEME, SCHEME, SCHEME if tiered else 8)),
             prefill_tokens=rng.choice((0, rng.randint(1, 20_000))) if busy else 0,
             decode_tokens=rng.randint(0, 200_000) if busy else 0, in_flight=rng.randint(0, 3) if busy else 0,
             speed_tps=10_000 if alike else rng.choice((0, 1_000, 90_000, rng.randint(8_000, 12_000))),
@@ -310,12 +317,13 @@ def random_fleet(rng: random.Random, tiered: float = 0.0) -> list[tuple[Any, ...
         if has_tiers:
             row = replace(row, flags=row.flags | Flag.SETS)
         commands.append(("HSET", KEYS.load, name, row.pack(name)))
-        if rng.random() < 0.95:
-            commands.append(("ZADD", KEYS.alive, now - rng.choice((0, 5_000, 14_000, 30_000)), name))
+        if rng.random() < 0.95 or tiered:
+            age = rng.choice((0, 5_000, 14_000, 30_000))
+            commands.append(("ZADD", KEYS.alive, now - (0 if tiered else age), name))
         commands.append(("HSET", KEYS.servers, name[:-2], f'{{"nonce":"n","url":"http:\\/\\/10.0.0.{slot}"}}'))
         chain, depth = chain_of(rng), rng.choice((0, 0, 5, 20, 40, rng.randint(0, 40)))
         for at in range(0, 8 * depth, 8):
-            if flags & Flag.CLOSED or rng.random() < 0.95:
+            if flags & Flag.CLOSED or rng.random() < 0.95 or (tiered and at == 0):
                 commands.append(("SADD", KEYS.prefix + f"s:{slot}", chain[at : at + 8]))
                 commands.append(("SADD", KEYS.prefix.encode() + b"b:" + chain[at : at + 8], slot))
         if has_tiers:
@@ -339,8 +347,8 @@ def random_tiers(rng: random.Random, slot: int, depth: int) -> list[tuple[Any, .
     return commands
 
 
-def random_call(rng: random.Random, name: str) -> list[Any]:
-    """Return the arguments of a decision."""
+def random_call(rng: random.Random, name: str, *, excludes: bool = True) -> list[Any]:
+    """Return the arguments of a decision. excludes: some exclude workers."""
     chain = chain_of(rng)[: 8 * rng.choice((40, 40, 33, 12, 1, 0))]
     prompt = len(chain) // 8 * BLOCK_TOKENS + rng.choice((1, 15, 3_000))
     usual = rng.choice((1e-7, 1e-6)), rng.choice((0, 0, 200))
@@ -355,7 +363,7 @@ def random_call(rng: random.Random, name: str) -> list[Any]:
     rare = rng.random
     return [
         KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
-        rng.choice((0, 0, 0, 1, 2)), some if rare() < 0.15 else "", rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
+        rng.choice((0, 0, 0, 1, 2)), some if rare() < 0.15 and excludes else "", rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
         rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "",
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),

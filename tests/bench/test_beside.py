@@ -21,6 +21,20 @@ def test_a_changed_rule_is_seen(url: str) -> None:
         assert differing(url, {"ours": ours, "other": other}, 100) != (0, 0), rule
 
 
+def test_tiers_that_are_asked_for_are_found_as_by_reading_all(url: str) -> None:
+    """A fleet with few tiers is searched in another way than one with many, and decides the same."""
+    ours = Checkout.read(HERE)
+    text = ours.texts["decide"]
+
+    def beside(rule: str, changed: str) -> tuple[int, int]:
+        assert rule in text
+        other = replace(ours, texts={"decide": text.replace(rule, changed)})
+        return differing(url, {"ours": ours, "other": other}, 400, tiered=0.5)
+
+    assert beside("count <= 16", "count < 0") == (0, 0)
+    assert beside("candidates, held = candidates - 1, held + own[k]", "held = held + own[k]") != (0, 0)
+
+
 def test_seconds_in_texts_may_differ_in_their_last_digit() -> None:
     assert same([b"0.100000,2", 7], [b"0.100001,2", 7])
     assert not same([b"0.1,2", 7], [b"0.11,2", 7])

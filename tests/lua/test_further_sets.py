@@ -145,7 +145,9 @@ async def test_a_restart_leaves_nothing_of_the_sets(reporter: ReportingWorker, s
         pass
     assert "sets" not in await reporter.record()
     assert not (await reporter.row()).flags & Flag.SETS
-    assert not await store.exists(reporter.keys.sets, reporter.keys.tiers, reporter.keys.block(block(1)), reporter.keys.end(block(1)))
+    assert not await store.exists(
+        reporter.keys.sets, reporter.keys.tiers, reporter.keys.block(block(1)), reporter.keys.end(block(1))
+    )
     assert await cast("Any", store.hkeys(reporter.keys.digest)) == []
 
 
