@@ -8,10 +8,10 @@ figure is its cheapest round. An older script gets the arguments that it knows.
                              both without the decode terms; with _usual at the end with the default weights
     decisions, differing     random decisions that both made, each on its own copy of a fleet; how many answers (with
                              costs, to 2 us) were not the same
-    keys_differing           how many left keys that were not the same; both with _tiered at the end with tiers, if both
-                             scripts know these
-    ours_one_over_none       the cost with one tier among 300 workers over that without tiers; with ten, with all; other_…
-                             the same of the other script
+    keys_differing           how many left keys that were not the same
+    differing_tiered         the same on fleets with tiers, if both scripts know these; and keys_differing_tiered
+    ours_one_over_none       300 workers, the cost with one tier over that without tiers; with ten and with all; and the
+                             same of the other script
     no_tiers_over_other      300 workers without tiers, ours over the other's
 """
 
@@ -288,8 +288,8 @@ def chain_of(rng: random.Random) -> bytes:
 def random_fleet(rng: random.Random, tiered: float = 0.0) -> list[tuple[Any, ...]]:
     """Return the commands that write a fleet: loads, flags, heartbeats and cached blocks of all kinds.
 
-    tiered: share of the workers that have tiers, most of which have gaps. Then all workers are candidates: a tier's match
-    is a lower bound, which the blocks of others may raise.
+    tiered: share of the workers that have tiers, most of which have gaps. Then all workers are candidates: a tier's
+    match is a lower bound, which the blocks of others may raise.
     """
     now = NOW_S * 1_000
     ticked, grace, median = rng.choice((100, 2_400, 9_000)), rng.choice((-1, 9_000)), rng.choice((0, 9_000))
@@ -359,11 +359,12 @@ def random_call(rng: random.Random, name: str, *, excludes: bool = True) -> list
         label_prices=dict.fromkeys(range(1, 900, 3), 0.1) if rng.random() < 0.15 else {},
     )  # fmt: skip
     some = ",".join(f"w{slot}.0" for slot in rng.sample(range(1, 900), 450))
+    excluded = some if rng.random() < 0.15 and excludes else ""
     policy = "cost" if rng.random() < 0.75 else rng.choice(sorted(POLICIES))
     rare = rng.random
     return [
         KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
-        rng.choice((0, 0, 0, 1, 2)), some if rare() < 0.15 and excludes else "", rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
+        rng.choice((0, 0, 0, 1, 2)), excluded, rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
         rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "",
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),

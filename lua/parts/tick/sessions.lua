@@ -6,8 +6,8 @@ one does for HARDLY_BUSY of its time, and for BINDS_MS afterwards; then all of i
 capacity is not known take no part.
 A place ends when its session had no request for the time in which its engine computes a whole cache (5 s to 60 s): to
 compute a context again is then cheaper than to keep it. A tier from which a token is loaded in LOAD_SHARE of the time
-to compute it keeps contexts as well as the GPU, so where it is larger, it counts as the cache: it has what the GPU has,
-too. Of a tier that several engines read each has a part. An engine whose sessions need more than its capacity (what the
+to compute it keeps contexts as well as the GPU, so where it is larger, it counts as the cache (it has what the GPU has,
+too), up to GPU_TIMES the GPU. Of a tier that several engines read each has a part. An engine whose sessions need more than its capacity (what the
 requests of others leave of its cache) pauses its youngest idle sessions until the rest fits, unless it has time to
 compute. (It has, if it is less than HARDLY_BUSY. Where most sessions in have not called tools, the bound is BUSY, since
 nobody tells their ends: some of the places that seem taken are of sessions that are over.) Then those who wait are let
@@ -25,6 +25,7 @@ local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, st
 local max, min, band, huge = math.max, math.min, bit.band, math.huge
 local BUSY, HARDLY_BUSY = 0.5, 0.3 -- share of an engine's time in prefill
 local LOAD_SHARE = 0.2 -- share of the time to compute a token, below which loading it is clearly cheaper
+local GPU_TIMES = 1.5 -- with a tier; of more contexts too many are under way at a time and wait for the GPU's memory
 local ENTERS_WAIT_S = 0.3 -- most seconds of prefill ahead at an engine that has time
 local BINDS_MS, PACE_LEARNS = 60000, 0.008
 local LEAST_GAP_MS, MOST_GAP_MS = 5000, 60000
@@ -48,9 +49,10 @@ local function keeps(prefix)
       table.insert(of[main], { seconds = seconds, blocks = blocks * TIER_BYTES / #users })
     end
   end
-  return function(slot, most, compute_s)
+  return function(slot, gpu, compute_s)
+    local most = gpu
     for _, tier in ipairs(of[slot] or {}) do
-      if tier.seconds < LOAD_SHARE * compute_s then most = max(most, tier.blocks) end
+      if tier.seconds < LOAD_SHARE * compute_s then most = max(most, min(tier.blocks, GPU_TIMES * gpu)) end
     end
     return most
   end
