@@ -784,7 +784,7 @@ async def give_tier(sessions: Sessions, blocks: int, share: float = 0.1, users: 
 @pytest.mark.parametrize(
     ("tier", "places"),
     [
-        ({"blocks": 1_200}, 3),  # .8 of 1,200 blocks hold three sessions of 300
+        ({"blocks": 1_200}, 3),  # .8 of 1,200 blocks hold three sessions of 280
         ({"blocks": 4_000}, 4),  # 1.5 times the GPU at most
         ({"blocks": 500}, 2),  # smaller than the GPU, of which it is a copy
         ({"blocks": 4_000, "share": 0.3}, 2),  # to compute is not much dearer
@@ -795,7 +795,7 @@ async def give_tier(sessions: Sessions, blocks: int, share: float = 0.1, users: 
 async def test_a_tier_is_room_for_sessions(sessions: Sessions, tier: dict[str, Any], places: int) -> None:
     await give_tier(sessions, **tier)
     made = []
-    while isinstance(await sessions.step(agent := Agent(), LARGE), Decision):
+    while isinstance(await sessions.step(agent := Agent(), 280), Decision):
         await sessions.ends(agent)
         made.append(agent)
         assert len(made) <= places
@@ -806,7 +806,7 @@ async def test_a_tier_is_room_for_sessions(sessions: Sessions, tier: dict[str, A
 
 async def test_a_tier_that_is_gone_is_no_room_any_more(sessions: Sessions) -> None:
     await give_tier(sessions, 4_000)
-    agents = [await sessions.turn(LARGE) for _ in range(4)]
+    agents = [await sessions.turn(280) for _ in range(4)]
     await cast("Any", sessions.keyspace.store).delete(sessions.keyspace.keys.tiers)
     await sessions.tick()
     places = [(await sessions.record(agent)).place for agent in agents]
