@@ -78,8 +78,8 @@ local operation = {} -- name -> function(data, time in ms), which returns false 
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
 local change, room = add_block_events(state, operation, count, lost)
 add_progress(state, operation, lease_key, count, parse_list, integers)
-local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL, sets_key, tiers_key, digest_key,
-  retired_key, count, ask_resync, integers, change, room)
+local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL, sets_key, tiers_key,
+  digest_key, retired_key, count, ask_resync, integers, change, room)
 
 function operation.heartbeat(data, time)
   local beat = parse_list(data)

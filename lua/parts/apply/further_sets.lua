@@ -6,8 +6,8 @@ loading a byte from this tier takes. A difference makes the worker wait for a sn
 sets anew: behind the snapshot's end come `cleared.<kind>` (for apply_control) and `stored.<kind>`.
 
 Takes the state of apply (reads prefix, worker, record, row, short, changed), the table of operations, to which it adds
-some, the set of operations for apply_control, to which it adds the others, the keys sets, tiers, digest and retired, and the
-functions count(counter), ask_resync(record, cause), integers(list, first), change and room (apply/block_events).
+some, the set of operations for apply_control, to which it adds the others, the keys sets, tiers, digest and retired, and
+the functions count(counter), ask_resync(record, cause), integers(list, first), change and room (apply/block_events).
 Returns a function that writes what has changed; call it once all entries are applied.
 --]]
 local call = redis.call
@@ -16,7 +16,8 @@ local MOST_SET_BLOCKS = 4194304 -- blocks that a further set may have, whatever 
 local RATE_CHANGE = 4 -- the time to load a byte is stored again if it changed by more than 1/RATE_CHANGE
 local further_sets = include "shared/further_sets"
 
-return function(state, operation, control, sets_key, tiers_key, digest_key, retired_key, count, ask_resync, integers, change, room)
+return function(state, operation, control, sets_key, tiers_key, digest_key, retired_key, count, ask_resync, integers,
+    change, room)
   local record, row, worker, changed = state.record, state.row, state.worker, state.changed
   local kinds, _, _, publish = further_sets(sets_key, tiers_key, retired_key, digest_key, worker)
   local sums, written = {}, {} -- by kind: the digest of the set as it is in the index, once it is read; if it changed

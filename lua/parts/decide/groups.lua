@@ -4,7 +4,8 @@ a block at which all KV cache groups support it, an end (shared/further_sets).
 
 Guarantee: only reads. Looks at MOST_SEEN blocks at most in one decision; a match that is not settled by then counts
 as 0, and `short` becomes 1.
-Takes the key prefix, and the keys `sets` (packed: FURTHER_SET) and `tiers`. Returns nil if none is a set of ends; else a table:
+Takes the key prefix, and the keys `sets` (packed: FURTHER_SET) and `tiers`. Returns nil if none is a set of
+ends; else a table:
   short: 0, or 1 once a match may be a lower bound
   last_end(slot, hashes, depth): the last block, up to this depth, up to which the worker with this slot can reuse the
     chain; 0: none. The depth itself if the worker has no set of ends

@@ -7,10 +7,11 @@ capacity is not known take no part.
 A place ends when its session had no request for the time in which its engine computes a whole cache (5 s to 60 s): to
 compute a context again is then cheaper than to keep it. A tier from which a token is loaded in LOAD_SHARE of the time
 to compute it keeps contexts as well as the GPU, so where it is larger, it counts as the cache (it has what the GPU has,
-too), up to GPU_TIMES the GPU. Of a tier that several engines read each has a part. An engine whose sessions need more than its capacity (what the
-requests of others leave of its cache) pauses its youngest idle sessions until the rest fits, unless it has time to
-compute. (It has, if it is less than HARDLY_BUSY. Where most sessions in have not called tools, the bound is BUSY, since
-nobody tells their ends: some of the places that seem taken are of sessions that are over.) Then those who wait are let
+too), up to GPU_TIMES the GPU. Of a tier that several engines read each has a part.
+An engine whose sessions need more than its capacity (what the requests of others leave of its cache) pauses its
+youngest idle sessions until the rest fits, unless it has time to compute. (It has, if it is less than
+HARDLY_BUSY. Where most sessions in have not called tools, the bound is BUSY, since nobody tells their ends: some of the
+places that seem taken are of sessions that are over.) Then those who wait are let
 in, in the order of the line, up to ADMIT of a capacity: if no engine has room for the first of them, all wait. A new
 session is taken from the tenant whose sessions have the fewest tokens. A paused session gets a place after
 paused_max_ms in any case, a new one after HELD_LIMIT times the wait that it was told.
@@ -52,7 +53,9 @@ local function keeps(prefix)
   return function(slot, gpu, compute_s)
     local most = gpu
     for _, tier in ipairs(of[slot] or {}) do
-      if tier.seconds < LOAD_SHARE * compute_s then most = max(most, min(tier.blocks, GPU_TIMES * gpu)) end
+      if tier.seconds < LOAD_SHARE * compute_s then
+        most = max(most, min(tier.blocks, GPU_TIMES * gpu))
+      end
     end
     return most
   end
@@ -75,8 +78,8 @@ local function engines_of(prefix, rows, constants, now, bound)
       local keeps_on = share >= (bound and HARDLY_BUSY or BUSY) * BUSY_ALWAYS and blocks >= FULL_SHARE * capacity
       local tokens = kept(slot, capacity, 1 / tps) * size
       binds, smallest = binds or keeps_on, min(smallest, tokens)
-      engines[slot] = { worker = rows[i], tokens = tokens, gpu_tokens = capacity * size, context = decode + foreign_decode,
-        busy_share = share / BUSY_ALWAYS, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
+      engines[slot] = { worker = rows[i], tokens = tokens, gpu_tokens = capacity * size,
+        context = decode + foreign_decode, busy_share = share / BUSY_ALWAYS, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
         gap = max(LEAST_GAP_MS, min(MOST_GAP_MS, tokens / tps * 1000)), taken = 0, booked = 0, inside = 0, idle = {} }
     end
   end
