@@ -74,7 +74,7 @@ class LoadRow:
     """
 
     epoch: U32 = 0  # number that no other row ever had: a lease that names another epoch is not part of this load
-    prefill_tokens: I32 = 0  # booked prompt tokens that are still to be computed
+    prefill_tokens: I32 = 0  # booked prompt tokens that are still to be computed, and loads as tokens of the same time
     decode_tokens: I32 = 0  # booked tokens that requests add to the cache: unmatched prompt tokens and answers
     in_flight: I32 = 0  # number of open reservations
     slot: U32 = 0  # number of the worker's incarnation, by which the index names it
@@ -109,7 +109,7 @@ class Lease:
 
     epoch: U32  # epoch of the load row on which it is booked
     slot: U32  # slot of the worker when it was booked
-    prefill_tokens: U32  # prompt tokens that are still booked as to be computed
+    prefill_tokens: U32  # what of prefill_tokens is still booked for it
     decode_tokens: U32  # tokens that it adds to the cache
     matched_tokens: U32  # predicted match in tokens; once judged, the tokens that were cached (in Redis plus 2**31)
     prompt_tokens: U32  # prompt's length; 0: unknown, because Redis lost this lease and a replica rebuilt it

@@ -6,8 +6,9 @@ loading a byte from this tier takes. A difference makes the worker wait for a sn
 sets anew: behind the snapshot's end come `cleared.<kind>` (for apply_control) and `stored.<kind>`.
 
 Takes the state of apply (reads prefix, worker, record, row, short, changed), the table of operations, to which it adds
-some, the set of operations for apply_control, to which it adds the others, the keys sets, tiers, digest and retired, and
-the functions count(counter), ask_resync(record, cause), integers(list, first), change and room (apply/block_events).
+some, the set of operations for apply_control, to which it adds the others, the keys sets, tiers, digest and retired,
+and the functions count(counter), ask_resync(record, cause), integers(list, first), change and room
+(apply/block_events).
 Returns a function that writes what has changed; call it once all entries are applied.
 --]]
 local call = redis.call

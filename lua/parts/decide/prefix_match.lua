@@ -9,7 +9,8 @@ Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed.
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
 Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
 leases' records, and the keys `sets` and `tiers`. Returns an error reply, or nil. If a candidate has tiers,
-decide/tiers adds what can be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by candidate:
+decide/tiers adds what can be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by
+candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
   counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
   node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is

@@ -19,8 +19,8 @@ Returns the state of a decision. By candidate (entries beyond `count` are meanin
   slows in decide/cost_rule); no delays if both weights are 0
 For all: by_slot (scheme -> slot -> candidate whose blocks may be matched), has_sets (whether any of these candidates
 reports further sets of blocks: shared/further_sets), has_open (whether the set of any is not prefix-closed), count,
-least_wait, total_fill, total_busy (sum of busy_share), total_filled (sum of the shares of caches that contexts need; both set if
-delays is), constants, median, prompt, now.
+least_wait, total_fill, total_busy (sum of busy_share), total_filled (sum of the shares of caches that contexts need;
+both set if delays is), constants, median, prompt, now.
 --]]
 local unpack_from, sub, band, exp, floor = struct.unpack, string.sub, bit.band, math.exp, math.floor
 local MATCHABLE = FLAG_PROVEN + FLAG_APPROXIMATE

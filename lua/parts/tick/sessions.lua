@@ -79,7 +79,8 @@ local function engines_of(prefix, rows, constants, now, bound)
       local tokens = kept(slot, capacity, 1 / tps) * size
       binds, smallest = binds or keeps_on, min(smallest, tokens)
       engines[slot] = { worker = rows[i], tokens = tokens, gpu_tokens = capacity * size,
-        context = decode + foreign_decode, busy_share = share / BUSY_ALWAYS, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
+        context = decode + foreign_decode, busy_share = share / BUSY_ALWAYS,
+        waits = prefill + foreign >= ENTERS_WAIT_S * tps,
         gap = max(LEAST_GAP_MS, min(MOST_GAP_MS, tokens / tps * 1000)), taken = 0, booked = 0, inside = 0, idle = {} }
     end
   end
