@@ -55,6 +55,7 @@ local LABEL_PRICE = ">I4d"
 
 -- Requests
 local MAX_REAPED = 8 -- most expired leases or tickets that a call gives back
+local MARK_AT = 4 -- the position of the mark in a reservation's id, behind wf-
 local CLIENT_AT = 26 -- the position of a limited client's tag in a reservation's id, behind 25 characters
 local LIMITS = ">I4I4" -- a client's limits: requests in flight, tokens per minute; 0: no such limit
 local LIMITS_BYTES = 8 -- length of LIMITS; a ninth byte marks a request that was admitted before

@@ -9,7 +9,6 @@ adds one, the key of the leases, and three functions: count(counter), parse_list
 --]]
 local call = redis.call
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
-local MARK_AT = 4 -- the position of the mark in a reservation's id, behind wf-
 local PROGRESS_ITEMS, STRIKES = 64, 2
 local busy_share, under_way = include "shared/busy_share", include "shared/under_way"
 

@@ -13,7 +13,6 @@ each of which gives back what it lacks (apply/progress).
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, floor = math.max, math.min, math.floor
-local MARK_AT = 4 -- the position of the mark in a reservation's id, behind wf-
 local checkpoints = include "decide/checkpoints"
 
 return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
