@@ -4,8 +4,8 @@ a block at which all KV cache groups support it, an end (shared/further_sets).
 
 Guarantee: only reads. Looks at MOST_SEEN blocks at most in one decision; a match that is not settled by then counts
 as 0, and `short` becomes 1.
-Takes the key prefix, and the keys `sets` (packed: FURTHER_SET) and `tiers`. Returns nil if none is a set of
-ends; else a table:
+Takes the key prefix, the key `sets` (packed: FURTHER_SET), and the number of tiers in there. Returns nil if none is a
+set of ends; else a table:
   short: 0, or 1 once a match may be a lower bound
   last_end(slot, hashes, depth): the last block, up to this depth, up to which the worker with this slot can reuse the
     chain; 0: none. The depth itself if the worker has no set of ends
@@ -17,8 +17,8 @@ local max, min = math.max, math.min
 local MOST_SEEN, FIRST_BLOCKS, MOST_AT_ONCE = 16384, 32, 512
 local MANY = 3 -- candidates of one depth from which on their ends are read by the block's key, in one call
 
-return function(prefix, sets_key, tiers_key)
-  if call("HLEN", sets_key) == call("HLEN", tiers_key) then return nil end
+return function(prefix, sets_key, tiers)
+  if call("HLEN", sets_key) == tiers then return nil end
   local ends, left = {}, MOST_SEEN -- ends: by the slot of a worker's main set
   for _, packed in ipairs(call("HVALS", sets_key)) do
     local slot, main, dense, kind = struct.unpack(FURTHER_SET, packed)

@@ -26,8 +26,9 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key,
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
-  local groups = s.has_sets and (include "decide/groups")(prefix, sets_key, tiers_key)
-  local tiers = s.has_sets and (include "decide/tiers")(tiers_key, not groups and not s.has_open)
+  local tier_count = s.has_sets and call("HLEN", tiers_key)
+  local groups = tier_count and (include "decide/groups")(prefix, sets_key, tier_count)
+  local tiers = tier_count and (include "decide/tiers")(tiers_key, tier_count, not groups and not s.has_open)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the
@@ -140,8 +141,9 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key,
       local holders, makers, wanted = call("SCARD", b .. first), call("HKEYS", x .. first), 0
       local by_slot = s.by_slot[scheme] or {}
       local function key(of, block) return of .. sub(hashes, block * 8 - 7, block * 8) end
-      local size_of = tiers and holders > 0 and tiers.of_chain(b .. first, by_slot)
-      local ends = holders > 0 and ends_of(hashes, n, size_of and size_of(b .. first) or holders, size_of) or {}
+      local total, size_of = holders, nil
+      if tiers and holders > 0 then total, size_of = tiers.of_chain(b .. first, by_slot) end
+      local ends = holders > 0 and ends_of(hashes, n, total, size_of) or {}
       for k = 1, #ends do -- the deepest end that a candidate holds is its depth
         local block = ends[k]
         local slots = block == 1 and call("SMEMBERS", b .. first) or call("SINTER", b .. first, key(b, block))

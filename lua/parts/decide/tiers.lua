@@ -4,12 +4,12 @@ what its GPU has of a prompt, then a tier that holds the blocks behind that.
 
 Guarantee: only reads. What a GPU holds is found as exactly as without tiers, whatever tiers hold. Of a tier a lower
 bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any.
-Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), and whether the sets of all candidates are
+Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), the number of its tiers, and whether the sets of all candidates are
 prefix-closed and count up to each of their blocks: then a tier counts only where it holds more than the GPU. Returns
 nil if the fleet has no tier; else a table, the state's `tiers`:
-  of_chain(key, by_slot): a function from the key of a block to a number that takes the place of the size of its set: it
-    counts tiers, and only those that hold the first block (key), apart from all others, because only a GPU's set is
-    prefix-closed. by_slot: of the chain's scheme
+  of_chain(key, by_slot): the number that takes the place of the size of the first block's set, of this key, and a
+    function from the key of a block to its number: it counts tiers, and only those that hold the first block, apart
+    from all others, because only a GPU's set is prefix-closed. by_slot: of the chain's scheme
   note(slots, block, tokens, by_slot, depth): notes that these slots, which are no candidates', hold the chain up to a
     block, or these tokens, if they are tiers; the deepest block comes first. depth: blocks that the candidates hold,
     as far as this is known by now. Returns how many of the slots were not noted before
@@ -29,30 +29,37 @@ local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tie
 local FEW = 16 -- most tiers in the fleet for which each is asked for, at each block that is looked at
 local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the list of a tier
 
-return function(tiers_key, all_closed)
-  local count = call("HLEN", tiers_key)
+return function(tiers_key, count, all_closed)
   if count == 0 then return nil end
   local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted for this chain
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
-  local few, users = count <= FEW and call("HKEYS", tiers_key), {} -- slots of all tiers, if they are few; users by slot
-  for k, packed in ipairs(few and call("HVALS", tiers_key) or {}) do users[few[k]] = packed end
+  local few, users = count <= FEW and {}, {} -- slots of all tiers, if they are few; users by slot
+  local all = few and call("HGETALL", tiers_key) or {}
+  for k = 1, #all, 2 do
+    few[#few + 1], users[all[k]] = all[k], all[k + 1]
+  end
 
   -- A block's set has few tiers: ask for each of them, and count the others.
   local function by_asking(first)
     local own = call("SMISMEMBER", first, unpack(few))
-    return function(key)
+    local function number(key)
       local candidates, held = call("SCARD", key), 0
-      for k, holds in ipairs(candidates > 0 and call("SMISMEMBER", key, unpack(few)) or {}) do
-        if holds == 1 then candidates, held = candidates - 1, held + own[k] end
+      local holds = candidates > 0 and call("SMISMEMBER", key, unpack(few))
+      for k = 1, holds and #few or 0 do
+        if holds[k] == 1 then candidates, held = candidates - 1, held + own[k] end
       end
       return candidates * CANDIDATE + held
     end
+    return number(first), number
   end
 
   local function by_reading(first, by_slot)
-    local weights = {} -- of the slots that hold the first block, as texts
-    for _, slot in ipairs(call("SMEMBERS", first)) do weights[slot] = by_slot[slot + 0] and CANDIDATE or 1 end
-    return function(key)
+    local weights, total = {}, 0 -- of the slots that hold the first block, as texts
+    for _, slot in ipairs(call("SMEMBERS", first)) do
+      local weight = by_slot[slot + 0] and CANDIDATE or 1
+      weights[slot], total = weight, total + weight
+    end
+    return total, function(key)
       local sum = 0
       for _, slot in ipairs(call("SMEMBERS", key)) do sum = sum + (weights[slot] or 0) end
       return sum
@@ -61,7 +68,8 @@ return function(tiers_key, all_closed)
 
   function tiers.of_chain(first, by_slot)
     seen = {}
-    return few and by_asking(first) or by_reading(first, by_slot)
+    if few then return by_asking(first) end
+    return by_reading(first, by_slot)
   end
 
   function tiers.note(slots, block, tokens, by_slot, depth)
