@@ -4,9 +4,9 @@ what its GPU has of a prompt, then a tier that holds the blocks behind that.
 
 Guarantee: only reads. What a GPU holds is found as exactly as without tiers, whatever tiers hold. Of a tier a lower
 bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any.
-Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), the number of its tiers, and whether the sets of all candidates are
-prefix-closed and count up to each of their blocks: then a tier counts only where it holds more than the GPU. Returns
-nil if the fleet has no tier; else a table, the state's `tiers`:
+Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), the number of its tiers, and whether the
+sets of all candidates are prefix-closed and count up to each of their blocks: then a tier counts only where it holds
+more than the GPU. Returns nil if the fleet has no tier; else a table, the state's `tiers`:
   of_chain(key, by_slot): the number that takes the place of the size of the first block's set, of this key, and a
     function from the key of a block to its number: it counts tiers, and only those that hold the first block, apart
     from all others, because only a GPU's set is prefix-closed. by_slot: of the chain's scheme
