@@ -25,7 +25,7 @@ recomputed (computed tokens over those that an endless cache would have left), l
 bounds are
   seconds_over_today_mean  `seconds` over `ignored`: chats, tiers of 4 times, 25 GB/s, mean of the loads (<= .92)
   worst_case_over_today    the same for agents at 5 GB/s (<= 1.05)
-  mixed_over_best_weight   `seconds` over the best weight where links differ; mixed_3b_over_best_weight and
+  mixed_over_best_weight   `seconds` over the best weight where links differ (<= 1.03); mixed_3b_over_best_weight and
                            mixed_agents_over_best_weight the same of these cases
 """
 
