@@ -14,7 +14,7 @@ Cost: O(max_entries), no blocks are touched
 Keys that depend on data: events:<worker_id>, command:<worker_id>
 --]]
 local workers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, next_slot_key,
-  resync_key, retired_key, counts_key, servers_key, sets_key, tiers_key = unpack(KEYS)
+  resync_key, retired_key, counts_key, servers_key, sets_key, tiers_key, stores_key = unpack(KEYS)
 local prefix, worker_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local stream = "events:" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -35,7 +35,7 @@ local announced, snapshot = include "apply_control/worker_join", include "apply_
 local heard, misnamed = include "shared/heard", include "shared/misnamed"
 local drop_shadow, diverged, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, {})
 local kinds, retire_set, drop_sets, publish_sets =
-  (include "shared/further_sets")(sets_key, tiers_key, retired_key, digest_key, worker_id)
+  (include "shared/further_sets")({ sets_key, tiers_key, retired_key, digest_key, stores_key }, worker_id)
 local function count(name) call("HINCRBY", counts_key, name, 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 local begin, finish =
@@ -55,6 +55,13 @@ local function new_slot()
   call("HDEL", digest_key, worker_id)
 end
 
+-- Return the slot of a set of a new worker. A store may have one already.
+local function slot_of(set)
+  local slot = set.store and tonumber(call("HGET", stores_key, set.store) or nil) or call("INCR", next_slot_key)
+  if set.store then call("HSET", stores_key, set.store, slot) end
+  return slot
+end
+
 local function demand_rejoin(reason)
   count(reason)
   if not record then return end
@@ -70,7 +77,7 @@ local function join(data, time, nonce, batch, id)
   if not fresh then return count("malformed") end
   local same_process = record and record.nonce == nonce -- was told to join again: its cache is not empty
   if record then drop_shadow(record) end
-  if record then drop_sets(record) end
+  if record then drop_sets(record, fresh.sets) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
     + (fresh.sets and FLAG_SETS or 0)
@@ -83,7 +90,7 @@ local function join(data, time, nonce, batch, id)
   record, command, last = fresh, { joined = id }, batch -- `joined` tells an earlier process that it was replaced
   record.nonce, record.joined, truth.cause = nonce, tonumber(id:match("^%d+")), truth.cause or "join"
   new_slot()
-  for _, set in pairs(record.sets or {}) do set.slot = call("INCR", next_slot_key) end
+  for _, set in pairs(record.sets or {}) do set.slot = slot_of(set) end
   call("ZADD", alive_key, time, worker_id)
   call("ZREM", resync_key, worker_id)
   if same_process then ask_resync(record, "rejoin") end
@@ -109,6 +116,7 @@ local function operation(name)
   local set = kind and record.sets and record.sets[kind]
   if not set then return control[name] end
   return function()
+    if set.store then return count("malformed") end -- one engine cannot tell that a store is empty
     retire_set(kind, set)
     set.slot = call("INCR", next_slot_key)
   end

@@ -1,7 +1,8 @@
 --[[
 audit: compares the blocks that the index has for a worker's live slot with the worker's `digest` (their number and two
 sums of their hashes). Each call compares a bounded piece; a walk is all pieces of one worker. A worker's further sets
-of blocks (shared/further_sets) are audited like workers of their own, by their names in `sets`.
+of blocks (shared/further_sets) are audited like workers of their own, by their names in `sets`; but none that has no
+digest, because nothing was reported of it, or because it is a store that several engines read.
 
 Guarantee: no false alarm, whatever is applied between calls. Each piece checks what is true between any two calls:
 each hash of s:<slot> has the slot in b:<hash>, and s:<slot> has as many members as the digest counts. To compare the
@@ -112,7 +113,8 @@ if set then number = struct.unpack(FURTHER_SET, set) end
 local slot, digest = string.format("%d", number), call("HGET", digest_key, name) or ("\0"):rep(DIGEST_BYTES)
 if walk.walks == 0 then start(walk, slot, digest) end
 -- End the walk if the worker is approximate, has another slot than the walk began with, or waits for a snapshot.
-if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", resync_key, worker) then
+if bit.band(flags, FLAG_APPROXIMATE) ~= 0 or walk.slot ~= slot or call("ZSCORE", resync_key, worker)
+  or set and call("HEXISTS", digest_key, name) == 0 then
   finish(name)
   return { 0, 0, 0 }
 end

@@ -13,7 +13,7 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
       artifact:<server_id>:<sha256>
 --]]
 local workers_key, servers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, resync_key,
-  retired_key, ejections_key, sets_key, tiers_key = unpack(KEYS)
+  retired_key, ejections_key, sets_key, tiers_key, stores_key = unpack(KEYS)
 local prefix, worker_id, silent_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local UNLINK_AT_ONCE = 500
 
@@ -34,7 +34,8 @@ local function forget_worker()
   call("ZREM", resync_key, worker_id) -- first write, which frees memory: a full Redis then allows other writes
   if row then call("SADD", retired_key, (struct.unpack(ROW_SLOT, row, SLOT_AT))) end
   local known = record and cjson.decode(record) or {}
-  local _, _, drop_sets = (include "shared/further_sets")(sets_key, tiers_key, retired_key, digest_key, worker_id)
+  local keys = { sets_key, tiers_key, retired_key, digest_key, stores_key }
+  local _, _, drop_sets = (include "shared/further_sets")(keys, worker_id)
   drop_sets(known)
   local shadow = known.shadow
   if shadow then call("SADD", retired_key, shadow) end

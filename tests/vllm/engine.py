@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +154,12 @@ class VllmEngine:
     def tier(self) -> set[bytes]:
         """The full keys in the engine's tier in CPU memory, read without our plugin."""
         return self._told("truth.tier")
+
+    def cached_by_source(self) -> Counter[str]:
+        """Tokens of prompts that the engine found cached since its start, by its own counters: device, host, disk."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        found = re.findall(r'vllm:prompt_tokens_cached_by_source_total\{[^}]*source="(\w+)"[^}]*\} (\S+)', text)
+        return Counter({source: round(float(tokens)) for source, tokens in found})
 
     def tokenised(self) -> int:
         """The number of prompts that the server has tokenised itself since its start."""

@@ -134,7 +134,7 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     engine._check()
     assert engine._restarted.is_set()
     told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
-    assert engine._ps_per_byte()["cpu"] * told["bytes_per_token"] / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
+    assert engine._ps_per_byte()["cpu"] * int(told["bytes_per_token"]) / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
     engine._reading = Reading(loaded_tokens=100, load_s=9)
     assert not engine._ps_per_byte(), "too few tokens"
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from warmfleet_worker.load_meter import LEAST_LOADS, LoadMeter
 from warmfleet_worker.vllm_hooks import cpu_tier
-from warmfleet_worker.vllm_hooks.cpu_tier import LEAST_LOADS, CpuTiers, LoadMeter
+from warmfleet_worker.vllm_hooks.cpu_tier import CpuTiers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,7 +17,7 @@ from tests.support.polling import poll
 
 from warmfleet_worker import worker_publisher
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.tracker import Tracker
+from warmfleet_worker.tracker import Findings, Tracker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -258,6 +258,43 @@ async def test_further_sets_follow_their_tables(fleet: Fleet, redis_url: str, mo
             tier.stored(hashes(9))
             await poll(same)
     assert publisher.state.dropped == tier.dropped
+
+
+async def test_what_is_found_in_a_store_is_published_as_it_is(fleet: Fleet, redis_url: str, model: str) -> None:
+    """Finds before the join count, too. A new join, a snapshot and digests leave what the index knows."""
+    tracker, finds, first = Tracker(), Findings(limit=500), hashes(300)
+    tracker.stored(hashes(1_000))
+    finds.found(first)
+
+    async def known() -> set[bytes]:
+        told = (await record(fleet)).get("sets", {}).get("disk")
+        return set(await cast("Any", fleet.redis.smembers(fleet.keys.slot(told["slot"])))) if told else set()
+
+    async def all_but(first_of_them: int) -> bool:
+        return await known() == set(first[first_of_them:])
+
+    sets = {"disk": {"store": "0123456789abcdef"}}
+    with publishing(redis_url, model, tracker, sets={"disk": finds}, announced=sets) as publisher:
+        async with upkeep(fleet):
+            await poll(lambda: all_but(0))
+            finds.missed(first[0])
+            finds.missed(hashes(1)[0])
+            finds.found(first[1:3])
+            await poll(lambda: all_but(1))
+            await fleet.redis.delete(fleet.keys.events("w1.0"))
+            joins = publisher.state.joins
+            await poll(lambda: publisher.state.joins > joins)
+            await equal(fleet, tracker)
+            assert await all_but(1)
+            finds.found(hashes(600))
+            assert finds.dropped == 100, "the queue is bounded"
+            await poll(lambda: publisher.state.acknowledged)
+            snapshots = publisher.state.snapshots
+            tracker.stored(hashes(9))
+            await equal(fleet, tracker)
+            assert len(await known()) >= 299
+    assert publisher.state.snapshots == snapshots, "a loss there needs none"
+    assert not {"mismatch", "malformed"} & (await fleet.index.counts()).keys()
 
 
 async def test_the_copy_of_a_large_set_waits_for_the_fleet_without_steps(

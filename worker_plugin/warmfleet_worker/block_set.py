@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.tracker import Run
+from warmfleet_worker.tracker import Findings, Run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class BlockSet:
-    """kind: of a further set; empty: the main set. digest: of the set that has been published.
+    """kind: of a further set; empty: the main set. digest: of the set that has been published. Of a place that several
+    engines change (``Findings``) only changes are published: no copy, no digest.
 
     ``copying`` is True from ``copy`` until the whole copy has been taken; ``pieces`` then yields the copy, not changes.
     """
@@ -26,6 +27,7 @@ class BlockSet:
     def __init__(self, transitions: Transitions, kind: str = "") -> None:
         self.transitions, self.kind = transitions, kind
         self.digest = wire.Digest()
+        self._shared = isinstance(transitions, Findings)
         self._copy: Sequence[bytes] | None = None
         self._position = 0
 
@@ -35,12 +37,15 @@ class BlockSet:
 
     def drop_changes(self) -> None:
         """Drop what waits, because the whole set is sent soon, or nothing is in it."""
+        if self._shared:
+            return
         self.transitions.drop()
         self._copy = None
 
     def copy(self) -> None:
         """Send the whole set next, as it is now: a further set follows each snapshot of the main one."""
-        self._copy, self._position = self.transitions.cut(), -1
+        if not self._shared:
+            self._copy, self._position = self.transitions.cut(), -1
 
     def pieces(self, limit: int) -> Iterator[Run]:
         """Take up to ``limit`` entries of the copy: ``cleared``, then ``stored`` for all its keys."""
@@ -61,6 +66,6 @@ class BlockSet:
         """Count the run in the digest, and return the name of its operation."""
         if run.operation == "cleared":
             self.digest = wire.Digest()
-        else:
+        elif not self._shared:
             self.digest.add(run.packed, 1 if run.operation == "stored" else -1)
         return f"{run.operation}.{self.kind}" if self.kind else run.operation

@@ -25,7 +25,8 @@ class PublisherConfig:
 
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
     so that a held block's predecessors are always held, too. labels: see ``protocol.labels``. sets: the further sets of
-    blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token.
+    blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token, and the name of its `store` if
+    several engines may read it.
     """
 
     redis_url: str
@@ -39,7 +40,7 @@ class PublisherConfig:
     version: str
     closed: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
-    sets: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sets: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
 
     def join(self) -> str:
         """Return the data of a join entry."""

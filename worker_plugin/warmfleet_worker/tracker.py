@@ -149,6 +149,25 @@ class Tracker(Transitions):
         self.replace(self._held)
 
 
+class Findings(Transitions):
+    """What an engine finds in a place that others change, too: it knows no table, so nothing can be copied.
+
+    A loss is no reason for a snapshot: the next find of the block tells the same.
+    """
+
+    def found(self, keys: Iterable[bytes]) -> None:
+        with self.lock:
+            for key in keys:
+                self.note(key)
+
+    def missed(self, key: bytes) -> None:
+        with self.lock:
+            self.note((key,))
+
+    def overflow(self) -> None:
+        self.dropped += 1
+
+
 def _split(hashes: bytes | Iterable[bytes]) -> Iterable[bytes]:
     if isinstance(hashes, bytes):
         return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]

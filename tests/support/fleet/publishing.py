@@ -51,8 +51,9 @@ def churn(tracker: Tracker, steps: int, seed: int = 0) -> None:
 
 @contextmanager
 def publishing(redis_url: str, model: str, tracker: Tracker, **more: Any) -> Iterator[WorkerPublisher]:
-    announced = replace(config(redis_url, model), sets={kind: {} for kind in more.get("sets", {})})
-    publisher = WorkerPublisher(announced, tracker, **more)
+    """Publish until the block ends. announced: of the further sets (``sets``), by default nothing."""
+    sets = more.pop("announced", None) or {kind: {} for kind in more.get("sets", {})}
+    publisher = WorkerPublisher(replace(config(redis_url, model), sets=sets), tracker, **more)
     publisher.start()
     try:
         yield publisher

@@ -4,20 +4,23 @@ Named by ``spec_module_path`` and ``spec_name`` of ``--kv-transfer-config``. Blo
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies at once, block by block. caches: the engine's KV caches; chunks: number of blocks of the host's memory."""
+    """Copies at once, block by block. caches: the engine's KV caches; host: makes its memory for pages of a size."""
 
-    def __init__(self, caches: Any, chunks: int) -> None:
+    def __init__(self, caches: Any, host: Callable[[int], Any]) -> None:
         pages = [(cache.tensor.view(torch.int8), cache.page_size_bytes) for cache in caches.tensors]
         self._device = [tensor.view(-1, size) for tensor, size in pages]
-        self._host = [torch.zeros((chunks, size), dtype=torch.int8) for _, size in pages]
+        self._host = [host(size) for _, size in pages]
         self._ended: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -45,6 +48,26 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
 
 class HostTier(CPUOffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> CopyWorker:
-        self._worker: CopyWorker | None = self._worker or CopyWorker(kv_caches, self.num_chunks)
+        def memory(size: int) -> Any:
+            return torch.zeros((self.num_chunks, size), dtype=torch.int8)
+
+        self._worker: CopyWorker | None = self._worker or CopyWorker(kv_caches, memory)
+        assert self._worker is not None
+        return self._worker
+
+
+class HostTierBeforeOthers(TieringOffloadingSpec):  # type: ignore[misc]
+    """With ``secondary_tiers``, which read and write the host's memory in a file below /dev/shm."""
+
+    def get_worker(self, kv_caches: Any) -> CopyWorker:
+        if not self._worker:
+            self._region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker: CopyWorker | None = CopyWorker(kv_caches, self._region.create_next_worker_view)
         assert self._worker is not None
         return self._worker

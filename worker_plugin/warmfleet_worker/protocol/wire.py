@@ -125,7 +125,8 @@ class Keys:
 SINGLE_KEYS = frozenset(
     {
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
-        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk", "sets", "tiers"),
+        *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
+        *("sets", "tiers", "stores"),
         *("queue2", "sessions", "session_line", "places"),
         *("ejections", "operator_approved", "operator_policy", "replicas"),
         *("pools", "placement"),  # these belong to the served model as a whole: see protocol/pools.py

@@ -30,6 +30,7 @@ class Part(StrEnum):
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
     GROUPS = "a prefix is promised as far as full attention supports it, whatever other groups do"
     TIER = "the blocks in its tier in CPU memory are not reported"
+    STORE = "the blocks in its tier behind CPU memory are not reported"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
 
@@ -49,6 +50,7 @@ class Internal:
 
 _CORE = "vllm.v1.core"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_TIERING = "vllm.v1.kv_offload.tiering"
 INTERNALS = (
     Internal(Part.BLOCKS, "vllm.version", ("__version__",)),
     Internal(
@@ -173,7 +175,7 @@ INTERNALS = (
         (("complete_store", "self, keys, ..."), ("prepare_store", "self, keys, ..."), ("reset_cache", "self")),
     ),
     Internal(Part.TIER, "vllm.v1.kv_offload.base:PrepareStoreOutput", ("evicted_keys",)),
-    Internal(Part.TIER, "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager", ("primary_tier",)),
+    Internal(Part.TIER, f"{_TIERING}.manager:TieringOffloadingManager", ("primary_tier", "secondary_tiers")),
     Internal(Part.TIER, f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler", ("config", "manager")),
     Internal(Part.TIER, f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", ("blocks_per_chunk",)),
     Internal(
@@ -184,6 +186,27 @@ INTERNALS = (
     ),
     Internal(Part.TIER, f"{_OFFLOADING}.metrics:_TransferMetricName", ("LOAD_BYTES", "LOAD_TIME")),
     Internal(Part.TIER, "vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors")),
+    Internal(
+        Part.STORE,
+        f"{_TIERING}.fs.manager:FileSystemTierManager",
+        ("file_mapper",),
+        (
+            ("lookup", "self, key, ..."),
+            ("submit_store", "self, job_metadata"),
+            ("submit_load", "self, job_metadata"),
+            ("get_finished_jobs", "self"),
+        ),
+    ),
+    Internal(Part.STORE, "vllm.v1.kv_offload.file_mapper:FileMapper", ("base_path", "rank")),
+    Internal(Part.STORE, "vllm.v1.kv_offload.base:LookupResult", ("HIT", "MISS")),
+    Internal(Part.STORE, f"{_TIERING}.base:TransferJob", ("job_id", "keys")),
+    Internal(Part.STORE, f"{_TIERING}.base:JobResult", ("job_id", "success", "transfer_time")),
+    Internal(
+        Part.STORE,
+        f"{_TIERING}.manager:CPUPrimaryTierOffloadingManager",
+        (),
+        (("get_kv_memoryview", "self"),),
+    ),
     Internal(
         Part.SERVER, "vllm.v1.engine.async_llm:AsyncLLM", ("vllm_config", "renderer"), (("shutdown", "self, ..."),)
     ),

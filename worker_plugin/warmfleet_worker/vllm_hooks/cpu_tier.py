@@ -12,9 +12,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from warmfleet_worker.load_meter import LoadMeter
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse
+from warmfleet_worker.vllm_hooks.store_tier import StoreTier, find_store
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -25,39 +27,18 @@ logger = logging.getLogger("vllm.warmfleet")
 
 _FOLLOWED = "__warmfleet_tracker__"  # attribute of a manager that is followed: its Tracker
 _FAILED = "could not follow the tier in CPU memory"
-LEAST_LOADS = 4  # loads until the measured time counts
-MEMORY_LOADS = 64  # loads after which an earlier one counts 1/e as much as the last
-
-
-class LoadMeter:
-    """Measures the time that loading a byte from the tier takes, by vLLM's own counters of bytes and seconds."""
-
-    def __init__(self) -> None:
-        self._loads = 0
-        self._bytes, self._seconds = 0.0, 0.0
-
-    def loaded(self, size: float) -> None:
-        self._loads += 1
-        self._bytes = self._bytes * (1 - 1 / MEMORY_LOADS) + size
-
-    def took(self, seconds: float) -> None:
-        self._seconds = self._seconds * (1 - 1 / MEMORY_LOADS) + seconds
-
-    @property
-    def ps_per_byte(self) -> int:
-        """Picoseconds per byte; 0: not measured."""
-        if self._loads < LEAST_LOADS or self._bytes <= 0:
-            return 0
-        return min(2**31, max(1, round(self._seconds * 1e12 / self._bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTier:
-    """A tier that is followed. bytes_per_token: in the memory of one GPU, because GPUs load side by side."""
+    """A tier that is followed. bytes_per_token: in the memory of one GPU, because GPUs load side by side. store: the
+    folder behind it, if there is one.
+    """
 
     tracker: Tracker
     capacity_blocks: int
     bytes_per_token: int
+    store: StoreTier | None = None
 
     def announced(self) -> dict[str, int]:
         return {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token}
@@ -97,17 +78,20 @@ class CpuTiers:
             refuse(Part.TIER, self._lacks)
             return None
         config = scheduler.kv_cache_manager.kv_cache_config
-        managers = [manager for each in schedulers for manager in _managers(each.manager)]
+        managers = [(each.manager, primary) for each in schedulers for primary in _primary_tiers(each.manager)]
         whole = all(each.config.blocks_per_chunk == 1 for each in schedulers)
         if len(managers) != 1 or not whole or len(config.kv_cache_groups) != 1:
             logger.warning("warmfleet: the tier is not reported: it has several blocks in a chunk, or groups, or none")
             return None
-        [manager] = managers
+        [(outer, manager)] = managers
         chunks = getattr(manager, "_num_chunks", None) or manager._num_blocks  # noqa: SLF001 - the latter in 0.28, 0.29
         total = sum(int(tensor.size) for tensor in config.kv_cache_tensors)
         tracker = Tracker()
         setattr(manager, _FOLLOWED, tracker)
-        return CpuTier(tracker, int(chunks), total // int(config.num_blocks) // block_tokens)
+        store = None
+        with swallow_errors("could not follow the tier behind CPU memory"):
+            store = find_store(outer, block_tokens)
+        return CpuTier(tracker, int(chunks), total // int(config.num_blocks) // block_tokens, store)
 
 
 def _offloading_schedulers(connector: Any) -> Iterator[Any]:
@@ -118,7 +102,7 @@ def _offloading_schedulers(connector: Any) -> Iterator[Any]:
             yield half
 
 
-def _managers(manager: Any) -> Iterator[Any]:
+def _primary_tiers(manager: Any) -> Iterator[Any]:
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     first = getattr(manager, "primary_tier", manager)

@@ -118,7 +118,7 @@ class SchedulerReporter:
         # T-LRU may evict blocks that two conversations share while later blocks of one of them stay cached.
         group = replace(group, closed=group.closed and (hook is None or hook.eviction.tail is None))
         self.transitions = Transitions(hash_of_key(group.number))
-        self.announced: dict[str, Mapping[str, int]] = {}  # the further sets of blocks that are reported
+        self.announced: dict[str, Mapping[str, int | str]] = {}  # the further sets of blocks that are reported
         if group.matched:
             pool = scheduler.kv_cache_manager.block_pool
             if group.rules is not None:
@@ -159,6 +159,10 @@ class SchedulerReporter:
                 sets[wire.ENDS] = self.transitions.ends
             if self._tier is not None:
                 sets[wire.CPU], self.announced[wire.CPU] = self._tier.tracker, self._tier.announced()
+                if self._tier.store is not None:
+                    store = self._tier.store
+                    sets[wire.DISK] = store.findings
+                    self.announced[wire.DISK] = store.announced(config.scheme.scheme_id)
             config = replace(config, sets=self.announced)
             self._publisher = WorkerPublisher(
                 config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte
@@ -198,7 +202,10 @@ class SchedulerReporter:
 
     def ps_per_byte(self) -> dict[str, int]:
         """Return the measured time to load a byte, by kind of tier; 0: not measured."""
-        return {} if self._tiers is None else {wire.CPU: self._tiers.meter.ps_per_byte}
+        if self._tiers is None or self._tier is None:
+            return {}
+        store = self._tier.store
+        return {wire.CPU: self._tiers.meter.ps_per_byte} | ({wire.DISK: store.meter.ps_per_byte} if store else {})
 
     def moved(self) -> None:
         """Count the present requests as foreign from now on, because the new pool has no reservations for them."""

@@ -141,7 +141,10 @@ WORKER: dict[str, Check] = {
     ),
     "differs": _flag,
     "sets": _object_of(
-        _fields(slot=_count, capacity_blocks=_count, bytes_per_token=_count, ps_per_byte=_count, promises_all=_count)
+        _fields(
+            **dict.fromkeys(("slot", "capacity_blocks", "bytes_per_token", "ps_per_byte", "promises_all"), _count),
+            store=_text,
+        )
     ),
     "truth": _fields(cause=_text, found=_count, healed=_count, checked=_time, resyncs=_object_of(_count)),
 }
