@@ -24,6 +24,15 @@ def table_of(policy: Any) -> set[bytes]:
     return {bytes(key)[-12:-4] for key, chunk in kept.items() if chunk.is_ready}
 
 
+def scheduler_of(manager: Any, blocks_per_chunk: int = 1, groups: int = 1) -> Any:
+    """A scheduler with a connector to this manager."""
+    half = SimpleNamespace(manager=manager, config=SimpleNamespace(blocks_per_chunk=blocks_per_chunk))
+    tensors = [SimpleNamespace(size=64_000)]
+    config = SimpleNamespace(kv_cache_groups=[None] * groups, kv_cache_tensors=tensors, num_blocks=10)
+    connector = SimpleNamespace(connector_scheduler=half)
+    return SimpleNamespace(connector=connector, kv_cache_manager=SimpleNamespace(kv_cache_config=config))
+
+
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # vLLM may print
     from vllm.v1.kv_offload.base import ReqContext, make_offload_key
@@ -36,12 +45,7 @@ def main() -> None:
     rng, found = random.Random(7), Counter[str]()
     for policy in ("lru", "arc"):
         manager = CPUOffloadingManager(CHUNKS, cache_policy=policy)
-        half = SimpleNamespace(manager=manager, config=SimpleNamespace(blocks_per_chunk=1))
-        config = SimpleNamespace(kv_cache_groups=[None], kv_cache_tensors=[SimpleNamespace(size=64_000)], num_blocks=10)
-        manager_of_blocks = SimpleNamespace(kv_cache_config=config)
-        tier = tiers.find(
-            SimpleNamespace(connector=SimpleNamespace(connector_scheduler=half), kv_cache_manager=manager_of_blocks), 16
-        )
+        tier = tiers.find(scheduler_of(manager), 16)
         assert tier is not None
         assert tier.announced() == {"capacity_blocks": CHUNKS, "bytes_per_token": 400}
         keys = [make_offload_key(rng.randbytes(32), 0) for _ in range(KEYS)]
@@ -74,6 +78,13 @@ def main() -> None:
                 found["reset"] += 1
             found["steps"] += 1
             found["differences"] += set(tier.tracker.table) != table_of(manager._policy)
+    for shape in ({"blocks_per_chunk": 2}, {"groups": 2}):
+        manager = CPUOffloadingManager(CHUNKS)
+        found["left out"] += tiers.find(scheduler_of(manager, **shape), 16) is None
+        context = ReqContext(req_id="0")
+        manager.on_new_request(context)
+        manager.prepare_store(keys[:1], context)
+        manager.complete_store(keys[:1], context)
     print(json.dumps(found), file=answers)
 
 

@@ -140,12 +140,23 @@ def test_a_manager_that_keeps_bound_methods_is_followed_in_a_multi_connector(vll
     assert set(tier.tracker.table) == hashes(1)
 
 
-@pytest.mark.parametrize("change", [{"blocks_per_chunk": 2}, {"groups": 2}], ids=str)
-def test_a_tier_whose_keys_are_not_blocks_is_not_reported(vllm: SimpleNamespace, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"blocks_per_chunk": 2}, "a chunk has several blocks"),
+        ({"groups": 2}, "the model has several KV cache groups"),
+        ({"manager": SimpleNamespace()}, "its manager is of another kind, or there are several"),
+    ],
+    ids=str,
+)
+def test_a_tier_whose_keys_are_not_blocks_is_not_reported(
+    vllm: SimpleNamespace, change: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tiers = CpuTiers()
     tiers.hook(CONNECTOR)
     manager = vllm.Manager()
-    assert tiers.find(scheduler_of(manager, **change), 16) is None
+    assert tiers.find(scheduler_of(**{"manager": manager} | change), 16) is None
+    assert f"is not reported, so routers do not expect it: {reason}" in caplog.text
     manager.prepare_store([key(1)], None)
     manager.complete_store([key(1)], None)
 

@@ -79,9 +79,14 @@ class CpuTiers:
             return None
         config = scheduler.kv_cache_manager.kv_cache_config
         managers = [(each.manager, primary) for each in schedulers for primary in _primary_tiers(each.manager)]
-        whole = all(each.config.blocks_per_chunk == 1 for each in schedulers)
-        if len(managers) != 1 or not whole or len(config.kv_cache_groups) != 1:
-            logger.warning("warmfleet: the tier is not reported: it has several blocks in a chunk, or groups, or none")
+        unknown = {
+            "its manager is of another kind, or there are several": len(managers) != 1,
+            "a chunk has several blocks": any(each.config.blocks_per_chunk != 1 for each in schedulers),
+            "the model has several KV cache groups": len(config.kv_cache_groups) != 1,
+        }
+        if any(unknown.values()):
+            reasons = "; ".join(reason for reason, is_so in unknown.items() if is_so)
+            logger.warning("warmfleet: what the tier holds is not reported, so routers do not expect it: %s", reasons)
             return None
         [(outer, manager)] = managers
         chunks = getattr(manager, "_num_chunks", None) or manager._num_blocks  # noqa: SLF001 - the latter in 0.28, 0.29
