@@ -5,6 +5,7 @@
 The program runs random prompts, many of which continue earlier ones, through a cache that is too small for them, and
 prints for each shape a JSON object: the scheme that the plugin announces, each prompt with the tokens that vLLM found
 cached and the changes that the plugin had reported just before, and at the end the plugin's set beside the whole table.
+With CORE_EVENTS=1 each prompt comes with the batches of KV events that vLLM had published just before, too.
 """
 
 from __future__ import annotations
@@ -133,7 +134,20 @@ class Core:
         self.hasher = kv_cache_utils.get_request_block_hasher(shape.hashed, function)
         hook_prefix_cache_reset()
         self.reporter = SchedulerReporter(self.scheduler, "redis://nowhere")
+        self.batches: list[str] = []
+        if os.environ.get("CORE_EVENTS"):
+            self.publish_events()
         self.rng = random.Random(3)
+
+    def publish_events(self) -> None:
+        """Keep the batches that the Scheduler publishes, as they would be sent."""
+        from vllm.distributed import kv_events
+
+        encoder = kv_events.msgspec.msgpack.Encoder()
+        self.scheduler.enable_kv_cache_events = self.scheduler.kv_cache_manager.enable_kv_cache_events = True
+        self.scheduler.kv_cache_manager.block_pool.enable_kv_cache_events = True
+        publisher = self.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: self.batches.append(encoder.encode(batch).hex())
 
     def changes(self) -> list[tuple[str, str, str]]:
         """The changes since the last call: kind of set (empty: the main one), operation, hashes."""
@@ -194,7 +208,8 @@ def told_of(shape: Shape, requests: int) -> dict[str, Any]:
         if len(tokens) > MAX_TOKENS - 100:
             tokens = tokens[-200:]
         changes = core.changes()
-        seen.append({"tokens": tokens, "changes": changes, "cached": core.run(number, tokens)})
+        batches, core.batches = core.batches, []
+        seen.append({"tokens": tokens, "changes": changes, "batches": batches, "cached": core.run(number, tokens)})
         prompts.append(tokens + core.answer if rng.random() < 0.6 else tokens)
     last = core.changes()
     transitions, table = core.reporter.transitions, core.table()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from warmfleet_worker.bridge import engine_api, options
-from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, at_rank, reachable
+from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Loads, at_rank, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,6 +38,14 @@ vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} 1.0
 vllm:engine_sleep_state{engine="1",model_name="m",sleep_state="awake"} 0.0
 vllm:generation_tokens_total{engine="0",model_name="m"} 1e+03
 vllm:cache_config_info{block_size="32",num_gpu_blocks="900",enable_prefix_caching="True",engine="0"} 1.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 9e+06
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="device"} 70.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="host"} 500.0
+vllm:prompt_tokens_cached_by_source_total{engine="1",model_name="m",source="host"} 60.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="disk"} 7.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="m",source="external_unspecified"} 8e+06
+vllm:kv_offload_load_time_total{engine="0",model_name="m"} 0.5
+vllm:kv_offload_tiering_read_time_total{engine="0",model_name="m",tier="1:fs"} 0.25
 process_start_time_seconds 1.79e+09
 """,
     "/health": {},
@@ -96,6 +104,7 @@ def test_vllm_describes_itself(serve: Any) -> None:
     reading = api.reading()
     assert (reading.running, reading.waiting, reading.work) == ({0: 3, 1: 1}, {1: 7}, 1_000)
     assert (reading.started, reading.asleep) == (1.79e9, {1})
+    assert reading.loads == Loads(host_tokens=560, disk_tokens=7, load_s=0.5, read_s=0.25), "none of others"
     api.healthy()
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.worker_plugin.bridged import CANONICAL, PAGE, ScriptedEngine
 
 from warmfleet_worker.bridge.block_table import BlockTable, scheme_of
+from warmfleet_worker.bridge.group_ends import Group
 from warmfleet_worker.bridge.kv_events import EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.tier_copies import TierCopies
@@ -128,7 +129,7 @@ def test_only_the_followed_group_and_the_engines_own_cache_count() -> None:
     table.apply(decode(stored([2], None, list(range(16)), medium="CPU")))
     table.apply(decode(stored([3], None, list(range(8)), block_size=8)))
     assert not table.held
-    assert table.other_groups
+    assert table.groups_told == {1: Group("", 0, PAGE)}
     table.apply(decode(stored([2], None, list(range(16)))))
     table.apply(decode(removed(2, medium="CPU")))
     table.apply(decode(removed(2, group_idx=1)))
@@ -349,3 +350,41 @@ def removed(key: Any, **more: Any) -> bytes:
 
 def hashes(ids: list[int], scheme: wire.Scheme = CANONICAL, **more: Any) -> set[bytes]:
     return {digest[-8:] for digest in wire.chain_hashes(scheme, ids, **more)}
+
+
+def test_a_prefix_ends_where_all_groups_support_it() -> None:
+    """A window of two blocks, of which the engine keeps those of the last one."""
+    ids = list(range(5 * PAGE))
+    chain = [digest[-8:] for digest in wire.chain_hashes(CANONICAL, ids)]
+    table = BlockTable(Tracker(), PAGE, 100, groups={1: Group("sliding_window", 2 * PAGE + 1, PAGE)})
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2 * PAGE + 1}
+
+    def ends() -> set[int]:
+        assert table.ends is not None
+        return {chain.index(block) for block in table.ends.table}
+
+    table.apply([*decode(stored([4, 5], None, ids, **window)), *decode(stored([1, 2, 3, 4, 5], None, ids))])
+    assert ends() == {4}, "the order within a batch does not matter"
+    table.apply(decode(stored([3], 2, ids[2 * PAGE : 3 * PAGE], **window)))
+    assert ends() == {3, 4}
+    table.apply(decode(removed(4, group_idx=1)))
+    assert ends() == set()
+    table.apply(decode(stored([4], 3, ids[3 * PAGE : 4 * PAGE], **window)))
+    assert ends() == {3, 4}
+    table.apply(decode(removed(5)))
+    assert ends() == {3}
+    table.apply(decode(stored([1, 2, 3], None, ids[: 3 * PAGE], **window)))
+    assert ends() == {3}, "it may only tell that they are reused"
+    table.apply(decode(stored([8], 7, ids[:PAGE], **window)))
+    assert table.unproved == {"group": 4}
+    table.doubt()
+    assert ends() == set()
+
+
+def test_nothing_is_promised_beside_a_group_whose_rule_is_not_known() -> None:
+    table, ids = BlockTable(Tracker(), PAGE, 100, groups={1: Group("", 0, PAGE)}), list(range(PAGE))
+    table.apply(decode(stored([1], None, ids)))
+    table.apply(decode(stored([1], None, ids, group_idx=1)))
+    assert table.held
+    assert table.ends is not None
+    assert not table.ends.table

@@ -11,8 +11,10 @@ import zmq
 from tests.worker_plugin.test_bridge_table import stored
 
 from warmfleet_worker.bridge import bridged_engine
-from warmfleet_worker.bridge.bridged_engine import BridgedEngine
-from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EngineFacts, EventSource, Reading
+from warmfleet_worker.bridge.block_table import scheme_of
+from warmfleet_worker.bridge.bridged_engine import BYTES_PER_TOKEN, BridgedEngine
+from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EngineFacts, EventSource, Loads, Reading
+from warmfleet_worker.bridge.group_ends import Group
 from warmfleet_worker.bridge.options import EngineOptions
 from warmfleet_worker.bridge.tokenizer_files import TokenizerError
 
@@ -39,7 +41,7 @@ def joined(engine: BridgedEngine) -> list[bool]:
     rank = SimpleNamespace(
         stop=lambda leave: told.append(leave),
         stopped=None,
-        table=SimpleNamespace(other_groups=0, lookahead=0, tiers_told=set[str]()),
+        table=SimpleNamespace(groups_told={}, lookahead=0, tiers_told=set[str](), scheme=scheme_of(1)),
     )
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
@@ -125,7 +127,7 @@ def test_an_engine_whose_hashes_look_ahead_joins_anew_and_says_so(
 def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readings = [Reading(loaded_tokens=8_192, load_s=0.1)]
+    readings = [Reading(loads=Loads(host_tokens=8_192, load_s=0.1))]
     api = SimpleNamespace(healthy=lambda: None, reading=lambda: readings[-1], names=lambda: (FACTS.models, {}))
     monkeypatch.setattr(engine, "api", api)
     joined(engine)
@@ -135,8 +137,12 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     assert engine._restarted.is_set()
     told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
     assert engine._ps_per_byte()["cpu"] * int(told["bytes_per_token"]) / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
-    engine._reading = Reading(loaded_tokens=100, load_s=9)
+    engine._reading = Reading(loads=Loads(host_tokens=100, load_s=9))
     assert not engine._ps_per_byte(), "too few tokens"
+    engine._tiers = frozenset({"cpu", "disk"})
+    engine._reading = Reading(loads=Loads(host_tokens=5_000, disk_tokens=5_000, load_s=0.1, read_s=0.2))
+    seconds = {kind: ps * BYTES_PER_TOKEN / 1e12 for kind, ps in engine._ps_per_byte().items()}
+    assert seconds == pytest.approx({"cpu": 1e-5, "disk": 1e-5 + 4e-5}, rel=0.01)
 
 
 def test_an_engine_that_lists_other_names_joins_anew_and_its_adapters_are_told(
@@ -230,3 +236,39 @@ def test_told_to_stop_while_it_reads_an_engine_it_joins_nothing(
     engine._join()
     assert not started
     assert engine._server is None
+
+
+@pytest.mark.parametrize(
+    ("group", "known"),
+    [
+        (Group("sliding_window", 128, 16), True),
+        (Group("sliding_window", 0, 16), False),
+        (Group("mamba", 0, 16), True),
+        (Group("mamba", 0, 32), False),
+        (Group("full_attention", 0, 16), True),
+        (Group("chunked_local_attention", 0, 16), False),
+        (Group("", 0, 16), False),
+    ],
+    ids=str,
+)
+def test_an_engine_with_other_groups_joins_anew_and_promises_what_all_support(
+    engine: BridgedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    group: Group,
+    known: bool,
+) -> None:
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: (FACTS.models, {}))
+    monkeypatch.setattr(engine, "api", api)
+    joined(engine)
+    engine.ranks[0].table.groups_told[1] = group
+    engine.ranks[0].table.tiers_told.add("cpu")
+    engine._check()
+    assert engine._restarted.is_set()
+    assert ("no prefix is promised" in caplog.text) == (not known)
+    rank = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0)
+    assert not rank.config.closed
+    assert rank.config.sets == {"ends": {"promises_all": 0}}, "no tier: it has blocks of some groups only"
+    ids = list(range(32))
+    rank.batch(stored(ids, None, ids, block_size=1))
+    assert (rank.counts.blocks, rank.table.ends is not None and len(rank.table.ends.table)) == (2, 0)

@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from warmfleet_worker.bridge.group_ends import Group, GroupEnds, rules_of
 from warmfleet_worker.bridge.kv_events import Cleared, Offloaded, Removed, Stored
 from warmfleet_worker.bridge.tier_copies import TierCopies
 from warmfleet_worker.protocol import wire
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from warmfleet_worker.bridge.kv_events import BlockKey, Event
     from warmfleet_worker.bridge.tier_copies import Sink
+    from warmfleet_worker.ends import Ends
 
 ALGORITHM = "sha256_cbor"
 LEAST_BLOCK_TOKENS = 16  # least tokens in a published block: smaller pages, such as SGLang's of one token, are joined
@@ -67,8 +69,8 @@ class BlockTable:
 
     capacity: pages of the engine's cache. group: the KV cache group that is followed. lora_path: returns an adapter's
     path by its name, None if it is not known. lookahead: number of tokens behind a block that its hash covers; blocks
-    of an event with another number are left out. tiers: receives the blocks of each tier, by kind. unproved: number of
-    blocks left out, by reason.
+    of an event with another number are left out. tiers: receives the blocks of each tier, by kind. groups: the engine's
+    other KV cache groups, by number. unproved: number of blocks left out, by reason.
     """
 
     def __init__(
@@ -80,11 +82,12 @@ class BlockTable:
         lora_path: Callable[[str], str | None] = lambda _name: None,
         lookahead: int = 0,
         tiers: Mapping[str, Sink] | None = None,
+        groups: Mapping[int, Group] | None = None,
     ) -> None:
         self.scheme = scheme_of(page_tokens, lookahead)
         self.lookahead = lookahead  # as the last event told
         self.unproved: Counter[str] = Counter()
-        self.other_groups = False  # the engine has further KV cache groups, so blocks inside a prefix may be missing
+        self.groups_told: dict[int, Group] = {}  # further KV cache groups of the engine, of which events told
         self.tiers_told = set[str]()  # kinds of tiers that events told of
         self._tiers = {kind: TierCopies(each, TIER_SIZE * capacity) for kind, each in (tiers or {}).items()}
         self._sink = sink
@@ -93,6 +96,9 @@ class BlockTable:
         self._lora_path = lora_path
         self._left: dict[BlockKey, bytes] = {}  # hashes of blocks that left the engine's cache last
         self._limit = 2 * capacity + SPARE_BLOCKS
+        rules = rules_of(groups, group, self.scheme.block_tokens) if groups else None
+        self._group_ends = GroupEnds(rules, groups, group, self._limit) if groups else None
+        self._fresh: set[BlockKey] = set()  # blocks of which a copy was added by the present events
         self._blocks: dict[BlockKey, Block] = {}
         self._held: Counter[bytes] = Counter()  # block hash -> number of the engine's blocks that have it
         self._in_doubt = 0  # number of known blocks that the engine may no longer hold
@@ -106,12 +112,21 @@ class BlockTable:
         """The number of published block hashes."""
         return len(self._held)
 
+    @property
+    def ends(self) -> Ends | None:
+        """The blocks up to which all groups support a prefix; None if no other groups are known."""
+        return None if self._group_ends is None else self._group_ends.ends
+
     def apply(self, events: Iterable[Event]) -> None:
+        """Apply the events of a batch: those of other groups behind those that tell of the blocks themselves."""
+        later: list[Event] = []
+        self._fresh.clear()
         for event in events:
             if isinstance(event, Cleared):
+                later.clear()
                 self.clear()
             elif event.group != self._group:
-                self.other_groups = True
+                later.append(event)
             elif isinstance(event, Stored):
                 self._stored(event)
             elif isinstance(event, Offloaded):
@@ -120,6 +135,30 @@ class BlockTable:
                 self._removed_from_tier(event)
             else:
                 self._removed(event)
+        for event in later:
+            self._of_another_group(event)
+        if self._group_ends is not None:
+            self._group_ends.settle()
+
+    def _of_another_group(self, event: Event) -> None:
+        ends = self._group_ends
+        if isinstance(event, Stored):
+            self.groups_told[event.group] = Group(event.kind, event.window, event.block_tokens)
+            left_out = ends.other_stored(event, self._hash_of, self._before, self._fresh) if ends is not None else 0
+            if left_out:
+                self.unproved["group"] += left_out
+        elif isinstance(event, Removed) and not event.place and ends is not None:
+            ends.other_removed(event)
+
+    def _before(self, key: BlockKey) -> bytes | None:
+        """Return the hash of the block before; empty if there is none, None if it is not known."""
+        block = self._blocks.get(key)
+        if block is None:
+            return None
+        if block.parent is None:
+            return b""
+        before = self._blocks.get(block.parent)
+        return before.block_hash if before is not None and before.block_hash else None
 
     def clear(self) -> None:
         """Empty the table, because the engine's cache is empty: no block is in doubt any more.
@@ -131,6 +170,8 @@ class BlockTable:
         self._held.clear()
         self._in_doubt = 0
         self._sink.cleared()
+        if self._group_ends is not None:
+            self._group_ends.cleared()
 
     def doubt(self) -> None:
         """Publish no known block after lost events, because the engine may have evicted any of them."""
@@ -140,6 +181,9 @@ class BlockTable:
         self._in_doubt = len(self._blocks)
         self._held.clear()
         self._sink.cleared()
+        if self._group_ends is not None:
+            self._group_ends.cleared()
+            self._group_ends.settle()
 
     # ------------------------------------------------ stored
 
@@ -175,7 +219,8 @@ class BlockTable:
                     return
                 self._blocks[key] = block
                 self._in_doubt += 1
-            self._count(block, event)
+            if self._count(block, event):
+                self._fresh.add(key)
             before, parent = block, key
         self._keep_bound()
 
@@ -201,12 +246,15 @@ class BlockTable:
         block_hash = chain[-1][-wire.HASH_BYTES :] if chain and not tail else b""
         return Block(chain[-1] if chain else digest, tail, block_hash, parent)
 
-    def _count(self, block: Block, event: Stored) -> None:
-        """Count one more copy of a block. An event that begins a prompt may be repeated, so it adds no second copy."""
+    def _count(self, block: Block, event: Stored) -> bool:
+        """Count one more copy of a block, or return False: an event that begins a prompt may be repeated, so it adds no
+        second copy.
+        """
         if event.parent is None and block.copies:
             block.doubted = True
-        else:
-            self._add_copy(block)
+            return False
+        self._add_copy(block)
+        return True
 
     def _add_copy(self, block: Block) -> None:
         block.copies += 1
@@ -216,6 +264,8 @@ class BlockTable:
                 self._held[block.block_hash] += 1
                 if self._held[block.block_hash] == 1:
                     self._sink.stored(block.block_hash)
+                    if self._group_ends is not None:
+                        self._group_ends.stored(block.block_hash)
 
     def _prove_all_before(self, key: BlockKey) -> None:
         """Note that the engine holds all blocks before this one, because it computes a block on top of them."""
@@ -246,7 +296,7 @@ class BlockTable:
             if not block.copies and not block.doubted:
                 del self._blocks[key]
                 self._in_doubt -= 1
-                if self._tiers and block.block_hash:
+                if (self._tiers or self._group_ends is not None) and block.block_hash:
                     self._note_left(key, block.block_hash)
 
     def _disappear(self, block: Block) -> None:
@@ -255,6 +305,8 @@ class BlockTable:
             if not self._held[block.block_hash]:
                 del self._held[block.block_hash]
                 self._sink.removed(block.block_hash)
+                if self._group_ends is not None:
+                    self._group_ends.removed(block.block_hash)
 
     # ------------------------------------------------ tiers
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from warmfleet_worker.bridge.block_table import scheme_of
 from warmfleet_worker.bridge.engine_api import EngineApi, EngineDown, EventSource, Reading, at_rank
+from warmfleet_worker.bridge.group_ends import rules_of
 from warmfleet_worker.bridge.rank import EngineSide, Rank
 from warmfleet_worker.bridge.tokenizer_files import NONE, TokenizerError
 from warmfleet_worker.config import PublisherConfig
@@ -21,11 +22,12 @@ from warmfleet_worker.protocol.labels import read_labels
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import zmq
 
     from warmfleet_worker.bridge.engine_api import EngineFacts
+    from warmfleet_worker.bridge.group_ends import Group
     from warmfleet_worker.bridge.options import EngineOptions
 
     #: Loads a tokenizer: (files by name, facts) of (folder or hub name, file of a chat template).
@@ -77,7 +79,7 @@ class BridgedEngine:
         self._read_due = 0.0
         self._tokenizer_due = float("inf")
         self._failures = self._unresolved = 0  # failed checks in a row: no good answer; no address for the name
-        self._hybrid = False  # several KV cache groups (a hybrid model), so blocks inside a prefix may be missing
+        self._groups: dict[int, Group] = {}  # further KV cache groups (a hybrid model), by number
         self._lookahead = 0  # tokens behind a block that its hash covers
         self._tiers = frozenset[str]()  # kinds of its tiers
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
@@ -218,12 +220,19 @@ class BridgedEngine:
             capacity_blocks=max(1, facts.capacity_blocks * facts.page_tokens // scheme.block_tokens),
             max_model_len=facts.max_model_len,
             version=facts.version,
-            closed=not self._hybrid,
+            closed=not self._groups,
             labels=read_labels(options.labels),
-            sets=dict.fromkeys(self._tiers, TIER),
+            # A tier holds the blocks of some groups only, and nothing tells what an engine can load of a prefix then.
+            sets={wire.ENDS: {"promises_all": 0}} if self._groups else dict.fromkeys(self._tiers, TIER),
         )
         side = EngineSide(
-            options.group, self._lora_path, lambda: self._load(rank), self._ps_per_byte, self._note_restart, self._host
+            options.group,
+            self._lora_path,
+            lambda: self._load(rank),
+            self._ps_per_byte,
+            self._note_restart,
+            self._host,
+            self._groups,
         )
         return Rank(self._context, source, facts, config, side)
 
@@ -306,9 +315,13 @@ class BridgedEngine:
         models, self._adapters = self.api.names()
         if models != self._models:
             self._note_restart()  # another model may answer there now
-        if not self._hybrid and any(rank.table.other_groups for rank in self.ranks):
-            self._hybrid = True
-            self._note_restart()  # its join said that no block inside a prefix is missing
+        groups = self._groups | {
+            number: group for rank in self.ranks for number, group in rank.table.groups_told.items()
+        }
+        if groups != self._groups:
+            self._groups = groups
+            self._warn_of_groups(rank.table.scheme.block_tokens for rank in self.ranks)
+            self._note_restart()  # its join said nothing of them
         tiers = self._tiers.union(*(rank.table.tiers_told for rank in self.ranks))
         if tiers != self._tiers:
             self._tiers = tiers
@@ -320,6 +333,16 @@ class BridgedEngine:
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")
+
+    def _warn_of_groups(self, sizes: Iterable[int]) -> None:
+        if any(rules_of(self._groups, self.options.group, block_tokens) is None for block_tokens in sizes):
+            kinds = ", ".join(sorted({group.kind or "not told" for group in self._groups.values()}))
+            logger.warning(
+                "warmfleet: engine %s has KV cache groups whose rule is not known (%s): no prefix is promised there, "
+                "so requests go there by load. Use the plugin",
+                self.options.url,
+                kinds,
+            )
 
     def _read(self) -> Reading:
         """Read the load; without metrics return the last numbers of requests, and 0 for unknown work."""
@@ -338,12 +361,16 @@ class BridgedEngine:
         return Load(running, waiting, steps=steps, paused=rank in reading.asleep)
 
     def _ps_per_byte(self) -> dict[str, int]:
-        """Return the measured time to load a byte, from all its tiers alike; nothing before the first loads."""
-        reading = self._reading
-        if reading.loaded_tokens < LEAST_LOADED_TOKENS or reading.load_s <= 0:
-            return {}
-        ps = round(reading.load_s * 1e12 / reading.loaded_tokens / BYTES_PER_TOKEN)
-        return dict.fromkeys(self._tiers, min(2**31, max(1, ps)))
+        """Return the measured time to load a byte, by kind of tier; nothing before the first loads."""
+        loads = self._reading.loads
+        host = _seconds_per_token(loads.load_s, loads.host_tokens + loads.disk_tokens)
+        disk = _seconds_per_token(loads.read_s, loads.disk_tokens)
+        told = {wire.CPU: host, wire.DISK: host + disk if disk else 0.0}
+        return {
+            kind: min(2**31, max(1, round(seconds * 1e12 / BYTES_PER_TOKEN)))
+            for kind, seconds in told.items()
+            if seconds and kind in self._tiers
+        }
 
     def _lora_path(self, name: str) -> str | None:
         """Return the path of an adapter; ask the engine about an adapter that was loaded a moment ago."""
@@ -371,3 +398,8 @@ class BridgedEngine:
         ranks, self.ranks = self.ranks, []
         for rank in ranks:
             rank.stop(leave=leave)
+
+
+def _seconds_per_token(seconds: float, tokens: float) -> float:
+    """Return the time that loading a token takes; 0: too few tokens to tell."""
+    return seconds / tokens if tokens >= LEAST_LOADED_TOKENS and seconds > 0 else 0.0

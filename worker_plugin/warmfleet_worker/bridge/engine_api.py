@@ -70,8 +70,7 @@ class Reading:
     """The load at a moment. running, waiting: number of requests, by rank. work: a counter that grows with every step.
 
     started: when the server's process began, seconds since 1970; 0 if the server does not say. asleep: the ranks that
-    somebody has put to sleep (vLLM's /sleep). loaded_tokens, load_s: tokens that were loaded from tiers since the
-    server's start, and seconds that this took.
+    somebody has put to sleep (vLLM's /sleep). loads: the loads from tiers since the server's start.
     """
 
     running: Mapping[int, int] = field(default_factory=dict)
@@ -79,8 +78,20 @@ class Reading:
     work: int = 0
     started: float = 0.0
     asleep: frozenset[int] = frozenset()
-    loaded_tokens: float = 0.0
+    loads: Loads = field(default_factory=lambda: Loads())
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Tokens that were found in the host's memory and on its disk, and the seconds that loading took: from the disk
+    into the host's memory (read_s), and from there (load_s). vLLM tells the tokens by source since 0.32; before, what
+    its tiers have loaded cannot be told from what other connectors have.
+    """
+
+    host_tokens: float = 0.0
+    disk_tokens: float = 0.0
     load_s: float = 0.0
+    read_s: float = 0.0
 
 
 class EngineApi:
@@ -168,7 +179,7 @@ class EngineApi:
         """Read the load from the engine's own metrics."""
         samples = _samples(self._get("/metrics").decode(errors="replace"))
         running, waiting = dict[int, int](), dict[int, int]()
-        work, started, asleep, loaded_tokens, load_s = 0, 0.0, set[int](), 0.0, 0.0
+        work, started, asleep, loads = 0, 0.0, set[int](), dict.fromkeys(LOADS.values(), 0.0)
         for name, labels, value in samples:
             rank = int(_number(labels.get("engine") or labels.get("dp_rank")))
             if name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
@@ -177,15 +188,13 @@ class EngineApi:
                 waiting[rank] = waiting.get(rank, 0) + int(value)
             elif name.partition(":")[2] in WORK:
                 work += int(value)
-            elif name == "vllm:external_prefix_cache_hits_total":
-                loaded_tokens += value
-            elif name == "vllm:kv_offload_load_time_total":
-                load_s += value
+            elif (name, labels.get("source")) in LOADS:
+                loads[LOADS[name, labels.get("source")]] += value
             elif name == "process_start_time_seconds":
                 started = value
             elif name == "vllm:engine_sleep_state" and labels.get("sleep_state") == "awake" and value == 0:
                 asleep.add(rank)
-        return Reading(running, waiting, work, started, frozenset(asleep), loaded_tokens, load_s)
+        return Reading(running, waiting, work, started, frozenset(asleep), Loads(**loads))
 
     # ------------------------------------------------
 
@@ -236,6 +245,13 @@ class EngineApi:
 
 #: Names (without ``vllm:`` or ``sglang:``) of counters, of which at least one grows with every step of an engine.
 WORK = frozenset({"iteration_tokens_total_count", "generation_tokens_total", "prompt_tokens_total"})
+#: Fields of ``Loads`` by a counter's name and its label `source`.
+LOADS = {
+    ("vllm:prompt_tokens_cached_by_source_total", "host"): "host_tokens",
+    ("vllm:prompt_tokens_cached_by_source_total", "disk"): "disk_tokens",
+    ("vllm:kv_offload_load_time_total", None): "load_s",
+    ("vllm:kv_offload_tiering_read_time_total", None): "read_s",
+}
 
 
 def reachable(endpoint: str, host: str) -> str:

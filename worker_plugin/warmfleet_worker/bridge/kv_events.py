@@ -51,6 +51,8 @@ class Stored:
     salt: str | None = None
     behind: tuple[tuple[Any, ...], ...] = ()
     lora_unnamed: bool = False  # an adapter is in use, and the event does not name it
+    kind: str = ""  # of the group, as vLLM names it
+    window: int = 0  # tokens of the group's sliding window
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,8 @@ def _stored(fields: dict[str, Any], group: int) -> Stored:
         salt=salt,
         behind=behind,
         lora_unnamed=lora is None and fields.get("lora_id") is not None,
+        kind=str(fields.get("kv_cache_spec_kind") or ""),
+        window=int(fields.get("kv_cache_spec_sliding_window") or 0),
     )
 
 

@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from warmfleet_worker.bridge.block_table import BlockTable
 from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
 from warmfleet_worker.bridge.sequence import Sequence
 from warmfleet_worker.bridge.zmq_events import EventSockets
 from warmfleet_worker.pool_assignment import core_assignment
+from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     import zmq
 
     from warmfleet_worker.bridge.engine_api import EngineFacts, EventSource
+    from warmfleet_worker.bridge.group_ends import Group
     from warmfleet_worker.config import PublisherConfig
     from warmfleet_worker.load import Load
+    from warmfleet_worker.tracker import Transitions
 
 logger = logging.getLogger("warmfleet")
 
@@ -54,7 +57,7 @@ class EngineSide:
 
     lora_path: the path of an adapter, by its name. load: the engine's work at this moment. ps_per_byte: the measured
     time to load a byte from its tiers, by kind. on_restart: called in the rank's thread when another process than
-    before sends the events. host: of the engine's URL.
+    before sends the events. host: of the engine's URL. groups: its other KV cache groups, by number.
     """
 
     group: int
@@ -63,6 +66,7 @@ class EngineSide:
     ps_per_byte: Callable[[], Mapping[str, int]]
     on_restart: Callable[[], object]
     host: str
+    groups: Mapping[int, Group] = field(default_factory=dict)
 
 
 class Rank:
@@ -77,7 +81,7 @@ class Rank:
         engine: EngineSide,
     ) -> None:
         self.tracker = Tracker()
-        tiers = {kind: Tracker() for kind in config.sets}
+        sets: dict[str, Transitions] = {kind: Tracker() for kind in config.sets if kind != wire.ENDS}
         self.table = BlockTable(
             self.tracker,
             facts.page_tokens,
@@ -85,8 +89,11 @@ class Rank:
             engine.group,
             engine.lora_path,
             config.scheme.lookahead,
-            tiers,
+            cast("dict[str, Tracker]", dict(sets)),
+            engine.groups,
         )
+        if self.table.ends is not None:
+            sets[wire.ENDS] = self.table.ends
         self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang
@@ -97,7 +104,7 @@ class Rank:
             self.tracker,
             engine.load,
             core_assignment(self.config, engine.host),
-            sets=tiers,
+            sets=sets,
             ps_per_byte=engine.ps_per_byte,
         )
         self._on_restart = engine.on_restart
