@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from warmfleet_worker.bridge.block_table import BlockTable
 from warmfleet_worker.bridge.kv_events import Cleared, EventError, decode
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from warmfleet_worker.bridge.group_ends import Group
     from warmfleet_worker.config import PublisherConfig
     from warmfleet_worker.load import Load
-    from warmfleet_worker.tracker import Transitions
 
 logger = logging.getLogger("warmfleet")
 
@@ -81,7 +80,7 @@ class Rank:
         engine: EngineSide,
     ) -> None:
         self.tracker = Tracker()
-        sets: dict[str, Transitions] = {kind: Tracker() for kind in config.sets if kind != wire.ENDS}
+        tiers = {kind: Tracker() for kind in config.sets if kind != wire.ENDS}
         self.table = BlockTable(
             self.tracker,
             facts.page_tokens,
@@ -89,11 +88,10 @@ class Rank:
             engine.group,
             engine.lora_path,
             config.scheme.lookahead,
-            cast("dict[str, Tracker]", dict(sets)),
+            tiers,
             engine.groups,
         )
-        if self.table.ends is not None:
-            sets[wire.ENDS] = self.table.ends
+        ends = {} if self.table.ends is None else {wire.ENDS: self.table.ends}
         self.config = config
         self.caught_up = threading.Event()
         self._sglang = facts.sglang
@@ -104,7 +102,7 @@ class Rank:
             self.tracker,
             engine.load,
             core_assignment(self.config, engine.host),
-            sets=sets,
+            sets={**tiers, **ends},
             ps_per_byte=engine.ps_per_byte,
         )
         self._on_restart = engine.on_restart
