@@ -24,6 +24,7 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       limits (of the client's key, packed; empty: none; one byte more: the request was admitted before),
       session (empty: the request has no part in the ledger; else a byte, the sum of Hint values, and the session's id,
       empty if it is not known),
+      only (ids of the workers to choose among, joined by commas; empty: all),
       then for each of <= 4 chains: scheme id (each once), block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none), what of the
@@ -48,15 +49,16 @@ local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]),
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
 local waited_ms, may_wait, barred, limits, session = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18], ARGV[19]
+local only = ARGV[20]
 
 local NO_HINT = "\0" -- of a request that may be of a session, but has no name and no tools
-local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 20, 4, 2147483647
+local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 21, 4, 2147483647
 local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.sub, math.floor, bit.band
 local max, format = math.max, string.format
 
 if id == "" or policy ~= "cost" and not POLICIES[policy]
     or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens and order
-    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits and session)
+    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits and session and only)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
     or limits ~= "" and (#limits < LIMITS_BYTES or #limits > LIMITS_BYTES + 1 or #id < CLIENT_AT)
@@ -103,8 +105,10 @@ for k = FIRST_CHAIN + 1, #ARGV, 3 do
   block_tokens, chained = max(block_tokens, tonumber(ARGV[k]) or 1), chained or ARGV[k + 1] ~= ""
 end
 local split = objective_s > 0 or mode >= MODE_DRY or others_wait
-local s = candidates(all, alive, median, replica, prompt_tokens, now, block_tokens, chained, split)
-if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #all .. " workers is alive and routable") end
+local among = all
+if only ~= "" then among, barred = (include "decide/among")(all, only, barred) end
+local s = candidates(among, alive, median, replica, prompt_tokens, now, block_tokens, chained, split)
+if s.count == 0 then return redis.error_reply("NO_WORKER none of " .. #among .. " workers is alive and routable") end
 
 local client, per_minute
 if limits ~= "" and mode ~= MODE_DRY then
@@ -146,7 +150,7 @@ if not held and (others_wait or max_engine_wait_s > 0 and not is_idle) then
     return false
   end
   local function everybody()
-    if exclude == "" and split then return s end
+    if exclude == "" and only == "" and split then return s end
     local everyone, _ = alive, nil
     if exclude ~= "" then _, everyone = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, "") end
     return candidates(all, everyone, median, replica, prompt_tokens, now, block_tokens, false, true)

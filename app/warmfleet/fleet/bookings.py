@@ -79,6 +79,7 @@ class Question:
     displaces: in a full queue the request may take the place of a ticket of the tenant with the most tickets.
     session: empty for a request without a part in the ledger of sessions; else a byte, the sum of ``Hint`` values, and
     the session's id: made by the replica if the client named the session, else that of an earlier answer, or nothing.
+    only: ids of the workers to choose among; empty: all.
     """
 
     reservation: str
@@ -99,6 +100,7 @@ class Question:
     may_wait: bool = True
     displaces: bool = True
     session: bytes = b""
+    only: tuple[str, ...] = ()
 
     @property
     def tie_seed(self) -> int:
@@ -451,6 +453,7 @@ class Bookings:
             pack_names(question.barred) if question.barred else NOTHING,
             question.limits.packed if question.limits is not None else NOTHING,
             pack_bytes(question.session) if question.session else NOTHING,
+            pack_names(question.only) if question.only else NOTHING,
         ]
         for chain in chains:
             pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))

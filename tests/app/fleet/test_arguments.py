@@ -104,7 +104,7 @@ def recorded(store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
     limits = ClientLimits("team-a", 47, 48)
-    place: Any = (b"8 bytes.", -3, 46, ("e",), False, True, b"\3name")
+    place: Any = (b"8 bytes.", -3, 46, ("e",), False, True, b"\3name", ("f", "g"))
     question = Question("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits, *place)
     rest: list[int | bytes] = [5, 16, b"12345678"]
     asked: dict[str, Any] = {
@@ -127,6 +127,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "barred": "e",
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
         "session": b"\3name",
+        "only": "f,g",
     }
     assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -145,6 +146,7 @@ CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_
         *(st.text(min_size=1), CHAINS, NUMBERS, NUMBERS, st.text(), NAMES, NUMBERS, NUMBERS, NAMES, st.floats(0)),
         *(st.none(), st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
         st.binary(max_size=14),
+        NAMES,
     ),
     mode=st.sampled_from(Mode),
     in_turn=st.booleans(),
@@ -175,6 +177,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         barred=",".join(question.barred),
         limits=b"",
         session=question.session,
+        only=",".join(question.only),
     )
     assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 
