@@ -29,7 +29,7 @@ from warmfleet.api.connections import Connections
 from warmfleet.api.error_answers import UnknownPath, error_response, internal_error
 from warmfleet.api.gateway_routes import GatewayRoutes
 from warmfleet.api.http_connection import HttpConnection
-from warmfleet.api.listening.server import Door, Doors, Server, Sockets, operators_address
+from warmfleet.api.listening.server import Door, Doors, GatewayDoor, Server, Sockets, operators_address
 from warmfleet.api.listening.tls import ServerTls
 from warmfleet.api.openapi.document import documented
 from warmfleet.api.proxies import Proxies
@@ -73,6 +73,10 @@ from warmfleet.fleet.first_contact import first_contact, in_words
 from warmfleet.fleet.pool_registry import PoolRegistry
 from warmfleet.logs.output import LogOutput
 from warmfleet.metrics import Metrics
+from warmfleet.picker.calls import LOOK_S, Calls
+from warmfleet.picker.client_request import ClientRequests
+from warmfleet.picker.connection import Http2Connection
+from warmfleet.picker.service import Picker
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identities import Identities
 from warmfleet.pools.pool import Pool
@@ -86,6 +90,7 @@ from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.engine_tokenizer import EngineTokenizer
 from warmfleet.routing.gateway import Gateway
 from warmfleet.routing.identifier import Identifier
+from warmfleet.routing.picking import Picking
 from warmfleet.routing.router import Router
 from warmfleet.settings import PREFIX, Settings, policies, preferences, unknown_variables
 from warmfleet.timing import Timing
@@ -204,7 +209,7 @@ def _replica_of(settings: Settings, timing: Timing, place: ReplicaPlace) -> _Rep
 
 
 @asynccontextmanager
-async def _running(replica: _Replica) -> AsyncIterator[None]:
+async def _running(replica: _Replica, picker: Picker | None) -> AsyncIterator[None]:
     """Open what the replica needs, run its background tasks, and close everything at the end."""
     settings, metrics, keys, certificates = replica.settings, replica.metrics, replica.keys, replica.certificates
     async with AsyncExitStack() as stack:
@@ -224,6 +229,9 @@ async def _running(replica: _Replica) -> AsyncIterator[None]:
         identities = Identities(executor, Trie(settings.trie_bytes), templates)
         stack.push_async_callback(_drain, replica.router)
         clock = Clock()
+        if picker is not None:
+            stack.callback(picker.calls.close)
+            stack.push_async_callback(stop, [_task("picker", LOOK_S, picker.calls.look, metrics, clock)])
         await stack.enter_async_context(_background(replica, identities, clock))
         stack.push_async_callback(replica.page.close)
         stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, clock)])
@@ -253,7 +261,8 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
     outside = documented(outside, paths.all(), settings)
     noting = Noting(replica.last, replica.tracing, access_log)
     proxies = Proxies(paths, lambda path: CompletionsProxy(path, router, keys, settings, metrics, noting))
-    served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica))
+    picker = _picker(replica, paths, noting) if settings.epp_port else None
+    served = _starlette(outside, (path.path for path in paths.all()), lambda _app: _running(replica, picker))
     public = Application(served, proxies, Cors(settings.cors_origins), access_log)
     clients = Connections(public, health, settings, replica.timing, metrics)
     inner = ServiceApplication(_starlette(inside), access_log)
@@ -266,7 +275,31 @@ def _doors(replica: _Replica, access_log: AccessLog | None) -> Doors:
         replica.pools.unready,
         Door(clients, certificates.for_clients if certificates else None),
         Door(operators, certificates.for_operators if certificates else None),
+        *_gateway_doors(picker, certificates),
     )
+
+
+def _picker(replica: _Replica, paths: EnginePaths, noting: Noting) -> Picker:
+    """Build the picker, which gateways ask where their requests go."""
+    settings, metrics, router, health = replica.settings, replica.metrics, replica.router, replica.health
+    requests = ClientRequests(paths, replica.keys, router.tenancy, settings)
+    picking = Picking(router, settings, metrics)
+
+    def is_ready() -> bool:
+        return not (health.draining or replica.pools.unready())
+
+    return Picker(Calls(picking, requests, settings, metrics, noting), settings, metrics, is_ready)
+
+
+def _gateway_doors(
+    picker: Picker | None, certificates: ServerTls | None
+) -> tuple[GatewayDoor, GatewayDoor] | tuple[()]:
+    """Build the ports for gateways and for kubelets; none without a picker."""
+    if picker is None:
+        return ()
+    tls = certificates.for_gateways if certificates else None
+    calls, checks = (partial(Http2Connection, port) for port in (picker.port, picker.health_port))
+    return GatewayDoor(calls, tls), GatewayDoor(checks, None)
 
 
 def _starlette(

@@ -271,6 +271,14 @@ class Settings:
         "port for operators, on the same address; the paths for operators (api.md) are on this port only; 0 = all "
         "paths are on the clients' port",
     )
+    epp_port: int = _setting(
+        0,
+        "port at which gateways of the Gateway API Inference Extension ask where a request goes (ext_proc; picker.md), "
+        "on the same address; with `WARMFLEET_TLS_CERT` by TLS; 0 = none",
+    )
+    epp_health_port: int = _setting(
+        0, "port for gRPC health checks without TLS, as kubelets send them, of the picker; 0 = on its own port only"
+    )
     tls_cert: str = _setting(
         "",
         "PEM file of this replica's certificate and those between it and its authority; empty = no TLS (security.md)",
@@ -467,7 +475,7 @@ class Settings:
 
     def _wrong_values(self) -> Iterator[str]:
         """Yield a message for each value that is wrong whatever the others are."""
-        for name, port in ("PORT", self.port), ("ADMIN_PORT", self.admin_port):
+        for name, port in self._ports().items():
             if port > MAX_PORT:
                 yield f"{name}={port}: a port is 0 to {MAX_PORT}"
         if self.log_level not in LOG_LEVELS:
@@ -482,6 +490,14 @@ class Settings:
             yield f"TENANT_KEY must have at least {MIN_SECRET_CHARACTERS} characters"
         if not _HEADER.fullmatch(self.tenant_header):
             yield f"TENANT_HEADER={self.tenant_header[:80]!r} is not the name of a header"
+
+    def _ports(self) -> dict[str, int]:
+        return {
+            "PORT": self.port,
+            "ADMIN_PORT": self.admin_port,
+            "EPP_PORT": self.epp_port,
+            "EPP_HEALTH_PORT": self.epp_health_port,
+        }
 
     def _wrong_lists(self) -> Iterator[str]:
         """Yield a message for each entry of a list that is wrong whatever the other settings are."""
@@ -509,6 +525,13 @@ class Settings:
                 yield f"{name} is set, so set WARMFLEET_ADMIN_KEY or WARMFLEET_ADMIN_PORT, too: {why}"
         if self.admin_port and self.admin_port == self.port:
             yield f"ADMIN_PORT={self.admin_port} must differ from WARMFLEET_PORT, or be 0: then both are one port"
+        taken = [port for port in (self.port, self.admin_port) if port]
+        for name, port in ("EPP_PORT", self.epp_port), ("EPP_HEALTH_PORT", self.epp_health_port):
+            if port and port in taken:
+                yield f"{name}={port} must differ from the other ports"
+            taken.append(port)
+        if self.epp_health_port and not self.epp_port:
+            yield "EPP_HEALTH_PORT needs WARMFLEET_EPP_PORT: without it no picker runs whose health could be asked"
         if bool(self.tls_cert) != bool(self.tls_key):
             yield "TLS_CERT and WARMFLEET_TLS_KEY need each other: set both"
         if self.tls_client_ca and not self.tls_cert:

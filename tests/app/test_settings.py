@@ -110,6 +110,10 @@ def test_typing_errors_are_noticed() -> None:
     [
         ({"DECIDE_TIMEOUT_S": "0"}, ("DECIDE_TIMEOUT_S=0",)),
         ({"DECIDE_TIMEOUT_S": "30"}, ("DECIDE_TIMEOUT_S=30", "reservation lives 30 s")),
+        ({"EPP_PORT": "8080"}, ("EPP_PORT=8080 must differ",)),
+        ({"EPP_PORT": "9002", "EPP_HEALTH_PORT": "9002"}, ("EPP_HEALTH_PORT=9002 must differ",)),
+        ({"EPP_HEALTH_PORT": "9003"}, ("EPP_HEALTH_PORT needs WARMFLEET_EPP_PORT",)),
+        ({"EPP_PORT": "70000"}, ("EPP_PORT=70000: a port is 0 to 65535",)),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given: dict[str, str], names: tuple[str, ...]) -> None:

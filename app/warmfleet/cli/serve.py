@@ -16,7 +16,7 @@ import uvloop
 from warmfleet.api.listening.parent import Parent
 from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import OWN_ADMIN_PORT, listen
+from warmfleet.cli.local.ports import OWN_ADMIN_PORT, OWN_EPP_PORT, listen
 from warmfleet.cli.local.replicas import Replicas, bind
 from warmfleet.main import log_output, serve
 from warmfleet.settings import Settings
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
             settings = replace(settings, decision_log=file and f"{file}.{place}")
         else:
             sockets = _bound(settings, options.reuse_port)
-        for sock in (*sockets.clients, *sockets.operators):
+        for sock in sockets.all:
             stack.enter_context(closing(sock))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         runner.run(serve(settings, sockets, log))
@@ -100,17 +100,21 @@ def _bound(settings: Settings, shared_port: int | None) -> Sockets:
         clients = [bound.enter_context(closing(listen(host, settings.port)))]
         if shared_port:
             clients.append(bound.enter_context(closing(listen(host, shared_port, shared=True))))
-        operators = [listen(host, admin, chosen_by=OWN_ADMIN_PORT)] if admin else []
+        operators = [bound.enter_context(closing(listen(host, admin, chosen_by=OWN_ADMIN_PORT)))] if admin else []
+        gateways, probes = (
+            [listen(host, port, chosen_by=OWN_EPP_PORT)] if port else []
+            for port in (settings.epp_port, settings.epp_health_port)
+        )
         bound.pop_all()
-    return Sockets(clients, operators)
+    return Sockets(clients, operators, gateways, probes)
 
 
 def _inherited(option: str) -> tuple[str, Sockets]:
     """Receive this replica's place (its number) and sockets, as ``Replicas`` hands them over by ``--place``."""
     place, *numbers = option.split(",")
-    line, clients, operators = (
+    line, clients, operators, gateways, probes = (
         [socket.socket(fileno=int(number)) for number in joined.split("+") if number] for joined in numbers
     )
-    for sock in (*line, *clients, *operators):
+    for sock in (*line, *clients, *operators, *gateways, *probes):
         sock.set_inheritable(False)  # child processes of this replica do not inherit these sockets
-    return place, Sockets(clients, operators, Parent(line[0]))
+    return place, Sockets(clients, operators, gateways, probes, Parent(line[0]))

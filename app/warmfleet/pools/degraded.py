@@ -164,12 +164,17 @@ class DegradedMode:
         self._asks_again_at = now + self._retry_s
         logger.warning("%s: deciding without Redis: %s", self._tag, why)
 
-    def choose(self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = ()) -> WorkerView | None:
+    def choose(
+        self, workers: Sequence[WorkerView], key: bytes, exclude: Collection[str] = (), only: Collection[str] = ()
+    ) -> WorkerView | None:
         """Choose by rendezvous hashing with bounded load: equal keys share a worker while it keeps up with the others.
 
-        Returns None if every routable worker is excluded.
+        Returns None if every routable worker is excluded. only: the workers to choose among; empty: all.
         """
         candidates = [worker for worker in workers if worker.routable and worker.worker_id not in exclude]
+        if only:
+            among = frozenset(only)
+            candidates = [worker for worker in candidates if worker.worker_id in among]
         if not candidates:
             return None
         total = sum(self.in_flight[worker.worker_id] for worker in candidates)

@@ -254,6 +254,11 @@ class Pools:
             raise FleetUnavailable(NOT_READ)
         raise self.not_found(model, allowed)
 
+    async def ready(self) -> None:
+        """Wait for the first reading of the fleet if there was none yet."""
+        if not self._contacted:
+            await self._first_reading()
+
     async def _first_reading(self) -> None:
         """Wait until every pool was read once, or until FIRST_READING_S have passed since the first request came."""
         self._contacted = self.contacted

@@ -35,7 +35,8 @@ class Hints:
     prompt are shared with other requests; 0: perhaps all of them. explain: the client asks why the worker was chosen.
     continues: another worker shall go on with the stream if its engine dies (``recovery/continuation``); None: as the
     operator decided. ended: the conversation ends with this request, so its blocks may be evicted first.
-    labels: only workers with all of them may serve it.
+    labels: only workers with all of them may serve it. ttft_s: a time to first token that is short enough; 0: as the
+    operator decided.
     """
 
     session: bytes = b""
@@ -44,6 +45,7 @@ class Hints:
     continues: bool | None = None
     ended: bool = False
     labels: frozenset[str] = NO_LABELS
+    ttft_s: float = 0.0
 
 
 NO_HINTS = Hints()
@@ -85,7 +87,7 @@ class Job(NamedTuple):
     more than one pool. limits: those of the client, which the only pool's decision checks; None if ``several``.
     priority: a lower one goes first in the queue. logged: whether its decisions are written to the
     decision log. continuable: how another worker may continue its stream; None: not at all. session: as for Question,
-    with the id that an earlier attempt learned.
+    with the id that an earlier attempt learned. only: ids of the workers to choose among; empty: all.
     """
 
     call: Call
@@ -100,6 +102,7 @@ class Job(NamedTuple):
     logged: bool = False
     continuable: Continuable | None = None
     session: bytes = b""
+    only: tuple[str, ...] = ()
 
     @property
     def worker_count(self) -> int:

@@ -132,7 +132,7 @@ class Decider:
             0,
             call.hints.prefix_tokens,
             pool.policy.order(pool.view, job.request, call.hints.session),
-            pool.ttft.in_force_s,
+            call.hints.ttft_s or pool.ttft.in_force_s,
             job.limits,
             call.flow,
             job.priority,
@@ -141,6 +141,7 @@ class Decider:
             may_wait,
             displaces,
             session=job.session_as(booking.session) if may_wait and not booking.apart else b"",
+            only=job.only,
         )
         if job.logged:
             booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)
@@ -193,10 +194,10 @@ class Decider:
         key = booking.prompt.beginning or booking.reservation.encode()
         if reason == NO_WORKER:
             await pool.last_known.look()  # the operator may have drained the last worker since the last reading
-        worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
+        worker = pool.degraded.choose(pool.last_known.workers, key, exclude, job.only)
         if worker is None and reason != NO_WORKER and not booking.avoided:
             await pool.last_known.look()  # a worker may have joined since the last reading, while decisions were slow
-            worker = pool.degraded.choose(pool.last_known.workers, key, exclude)
+            worker = pool.degraded.choose(pool.last_known.workers, key, exclude, job.only)
         if worker is None:
             if not pool.contacted:
                 raise FleetUnavailable(NOT_READ)

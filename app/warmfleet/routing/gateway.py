@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Decision
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.pools.pool import Pool
+    from warmfleet.routing.booking import Booking
     from warmfleet.routing.call import Call, Job
     from warmfleet.routing.router import Router
     from warmfleet.settings import Settings
@@ -137,12 +138,7 @@ class Gateway:
 
     def _hand_over(self, job: Job, attempt: Attempt, decision: Decision) -> Placement:
         pool = attempt.chosen.pool
-        headers = {"X-Request-Id": attempt.chosen.id_at_engine(job.call.record.request_id, ended=job.call.hints.ended)}
-        rank = pool.view.ranks.get(decision.worker_id)
-        if rank is not None:
-            headers["X-data-parallel-rank"] = str(rank)
-        if self._sends_priority and (number := job.engine_priority(pool, decision)) is not None:
-            headers[PRIORITY_HEADER] = str(number)
+        headers = headers_for_engine(job, attempt.chosen, decision, sends_priority=self._sends_priority)
         return Placement(
             attempt.hand_over(),
             pool.tag,
@@ -235,6 +231,17 @@ class Gateway:
         if failure is not None:
             raise failure
         return knows
+
+
+def headers_for_engine(job: Job, booking: Booking, decision: Decision, *, sends_priority: bool) -> dict[str, str]:
+    """Return the headers that a gateway is to send with a call, besides the client's. sends_priority: as set."""
+    headers = {"X-Request-Id": booking.id_at_engine(job.call.record.request_id, ended=job.call.hints.ended)}
+    rank = booking.pool.view.ranks.get(decision.worker_id)
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
+    if sends_priority and (number := job.engine_priority(booking.pool, decision)) is not None:
+        headers[PRIORITY_HEADER] = str(number)
+    return headers
 
 
 def _judge(pool: Pool, worker_id: str, ending: Ending) -> None:

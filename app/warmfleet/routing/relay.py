@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import orjson
@@ -14,14 +13,13 @@ from warmfleet.engines import engine_death, first_event
 from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens, WatchedClient
-from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
 from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
 from warmfleet.fleet import Shortfall
-from warmfleet.metrics import PLAIN, STREAM
 from warmfleet.pools.cache_reports import CacheReports
 from warmfleet.prompt.json_splice import with_key
 from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.explain_header import answer_headers
+from warmfleet.routing.first_bytes import FirstBytes
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class Relay:
     def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._upstream = upstream
         self._metrics = metrics
-        self._requests, self._waits = cache(metrics.requests.labels), cache(metrics.first_byte_seconds.labels)
+        self._first_bytes = FirstBytes(metrics)
         self._answer_headers = settings.answer_headers
         self._cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
@@ -119,7 +117,7 @@ class Relay:
         view, request_id = booking.pool.view, booking.id_at_engine(call.record.request_id, ended=call.hints.ended)
         record.sent(request_id, with_ids=body is not job.body)
         if call.path.form == "responses":
-            body = _with_response_id(job, booking, decision, body)
+            body = with_response_id(job, booking, decision, body)
         headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), record.headers)
         rank = view.ranks.get(decision.worker_id)
         if rank is not None:
@@ -156,7 +154,8 @@ class Relay:
             piece = await _first_piece(response)
             whole = response.at_eof
         _check(job, attempt, decision, response, piece, whole=whole)
-        self._first_byte(job, attempt, decision, response, piece if whole else None)
+        events = response.content_type == EVENTS
+        self._first_bytes.note(job, attempt, decision, response.status, piece if whole else None, events=events)
         headers = _passed_back(response, whole=whole)
         headers += answer_headers(job.call.record.request_id, attempt, decision, self._answer_headers)
         if job.call.limits is not None:
@@ -230,34 +229,6 @@ class Relay:
             attempt.record.came(response)
             response.close()
         return "finished"
-
-    def _first_byte(
-        self, job: Job, attempt: Attempt, decision: Decision, response: EngineResponse, whole: bytes | None
-    ) -> None:
-        """Note the first byte of an answer. whole: the complete answer; None if more will come, so prefill is done."""
-        status, streams = response.status, response.content_type == EVENTS and response.status < 400
-        if (decision.approximate or decision.session) and status == 200:
-            kind = ResponsesTail if job.call.path.form == "responses" else AnswerTail
-            attempt.tail = kind(whole or b"")
-        if attempt.on_first_byte is not None:
-            attempt.on_first_byte(attempt)
-        booking, now = attempt.chosen, time.perf_counter()
-        pool, prompts = booking.pool, booking.prompt.prompt_count
-        waited_s = now - job.call.received_at
-        attempt.record.first_byte(status, now)
-        self._waits(pool.tag, STREAM if streams else PLAIN).observe(waited_s)
-        if streams:  # the first byte of a plain answer comes with its last token
-            pool.ttft.observe(waited_s)
-        word = booking.reservation_word
-        if streams and word == "booked" and prompts == 1:
-            took_s = now - booking.asked_at
-            pool.lead_time.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
-        self._requests(job.call.path.name, status, word, pool.tag).inc()
-        if whole is not None:
-            return
-        # With several prompts in a request, only the engine knows when each prefill is done; its plugin reports it.
-        if prompts == 1 or decision.approximate or decision.worker_id in pool.view.unreported:
-            booking.prefill_done()
 
 
 async def _head(response: EngineResponse) -> None:
@@ -431,7 +402,7 @@ async def _stream(response: EngineResponse, client: Sink, piece: bytes) -> None:
     await client.body(piece, more=False)
 
 
-def _with_response_id(job: Job, booking: Booking, decision: Decision, body: bytes) -> bytes:
+def with_response_id(job: Job, booking: Booking, decision: Decision, body: bytes) -> bytes:
     """Put an id for the answer into a body of /v1/responses, unless the client has named one.
 
     On this path vLLM ignores the header X-Request-Id.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from warmfleet.engines.reported_usage import TAIL_BYTES
 from warmfleet.errors import UpstreamGone
@@ -20,7 +20,6 @@ from warmfleet.errors import UpstreamGone
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.errors import WarmfleetError
     from warmfleet.fleet import Decision, Hold
     from warmfleet.fleet.bookings import Outcome
@@ -38,6 +37,21 @@ LONGEST_OPENING = len(USAGE) + len(" : {")
 
 Value = str | bool | int | float
 Attributes = dict[str, Value]
+
+
+class EndedAnswer(Protocol):
+    """An engine's answer that has ended. ``chunks``, ``gap_s``, ``client_s``: see ``TryRecord``. ``tail``: its last
+    bytes.
+    """
+
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def gap_s(self) -> float: ...
+    @property
+    def client_s(self) -> float: ...
+    @property
+    def tail(self) -> bytes: ...
 
 
 class Event(NamedTuple):
@@ -150,7 +164,7 @@ class TryRecord:
         if self.log_step is not None:
             self.log_step(f"first byte, status {status}, {1_000 * (at - self.sent_at):.1f} ms after it was sent")
 
-    def came(self, answer: EngineResponse) -> None:
+    def came(self, answer: EndedAnswer) -> None:
         """Note the sizes and times of an answer that has ended, complete or not."""
         self.chunks, self.gap_s, self.client_s = answer.chunks, answer.gap_s, answer.client_s
         tail = answer.tail

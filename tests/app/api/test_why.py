@@ -572,7 +572,7 @@ def test_a_record_holds_no_fleet_and_no_answer() -> None:
         (b'{"usage":null,"text":"%b"}' % secret, None),
     ):
         one.usage = b""
-        one.came(SimpleNamespace(chunks=1, gap_s=0.0, client_s=0.0, tail=text))  # type: ignore[arg-type]
+        one.came(SimpleNamespace(chunks=1, gap_s=0.0, client_s=0.0, tail=text))
         assert kept is None or one.usage == kept
         assert secret not in one.usage, text
     one.end("finished")
@@ -618,7 +618,7 @@ def test_what_a_request_pays(capsys: pytest.CaptureFixture[str]) -> None:
         one.decided(chosen, "cost", record.began_at, 1e-4)
         one.sent_at, one.engine_request_id = time.perf_counter(), "wf-0.e702cd891111650c24341ac9"
         one.first_byte(200, time.perf_counter())
-        one.came(answer)  # type: ignore[arg-type]
+        one.came(answer)
         one.end("finished")
         record.end(200, complete=True)
         last.ended(record)

@@ -156,13 +156,15 @@ async def replica(
     made = Settings(redis_url=redis_url, **chosen)
     listener = socket.create_server(("127.0.0.1", 0))
     admin = [socket.create_server(("127.0.0.1", 0))] if made.admin_port else []
+    gateways = [socket.create_server(("127.0.0.1", port)) for port in (made.epp_port,) if port]
+    probes = [socket.create_server(("127.0.0.1", port)) for port in (made.epp_health_port,) if port]
     patch = pytest.MonkeyPatch()
     patch.setattr(uvicorn.server, "asyncio", Prompt())
     patch.setattr(main, "engine_tls", engine_tls if made.worker_ca else shared_tls)
     if (Encoder.__dict__["load"], Encoder.cuts) == (LOAD, CUTS):  # unless a test has put something in their place
         for name, shared in SHARED.items():
             patch.setattr(Encoder, name, shared)
-    running = server(made, Sockets([listener], admin), log, timing)
+    running = server(made, Sockets([listener], admin, gateways, probes), log, timing)
     task = asyncio.create_task(running._serve())
     fleet = Fleet(connect(look_url or redis_url, timeout_s=2), model)
     try:

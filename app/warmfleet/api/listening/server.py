@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -42,9 +42,20 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
-    """Both groups of sockets of a replica. ``application``: the ASGI application whose lifespan runs the replica.
+class GatewayDoor:
+    """The settings of sockets for gateways. ``make``: makes a connection, which is in the given set while it is open,
+    and whose ``shutdown`` ends it as soon as its calls have ended. ``tls``: None = none.
+    """
 
+    make: Callable[[set[Any]], asyncio.Protocol]
+    tls: ssl.SSLContext | None
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The groups of sockets of a replica. ``application``: the ASGI application whose lifespan runs the replica.
+
+    ``gateways``: for a picker's calls; ``probes``: for its health checks; None without a picker.
     ``unready``: why the replica should get no requests yet; "" once it is ready.
     """
 
@@ -53,6 +64,8 @@ class Doors:
     unready: Callable[[], str]
     clients: Door
     operators: Door
+    gateways: GatewayDoor | None = None
+    probes: GatewayDoor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,13 @@ class Sockets:
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket] = ()
+    gateways: Sequence[socket.socket] = ()
+    probes: Sequence[socket.socket] = ()
     parent: Parent | None = None
+
+    @property
+    def all(self) -> list[socket.socket]:
+        return [*self.clients, *self.operators, *self.gateways, *self.probes]
 
 
 def operators_address(sockets: Sockets, redis_url: str) -> tuple[str, int]:
@@ -117,24 +136,31 @@ class Server(uvicorn.Server):
 
     async def listen(self, to: Listening) -> None:
         """Listen on these sockets only. The caller keeps all sockets open, so that no waiting connection is lost."""
-        doors = {self._sockets.clients[place]: self._doors.clients for place in to.clients}
+        known, served = self._sockets, self._doors
+        doors: dict[socket.socket, Door | GatewayDoor] = {known.clients[place]: served.clients for place in to.clients}
         if to.operators:
-            doors |= dict.fromkeys(self._sockets.operators, self._doors.operators)
+            doors |= dict.fromkeys(known.operators, served.operators)
+            if served.gateways is not None and served.probes is not None:
+                doors |= dict.fromkeys(known.gateways, served.gateways) | dict.fromkeys(known.probes, served.probes)
         for sock in self._listeners.keys() - doors.keys():
             self._listeners.pop(sock).close()
         for sock in doors.keys() - self._listeners.keys():
             self._listeners[sock] = await self._open(sock, doors[sock])
         self.servers = list(self._listeners.values())
 
-    async def _open(self, sock: socket.socket, door: Door) -> asyncio.base_events.Server:
-        protocol = partial(
-            HttpConnection,
-            door.connections,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        limit_s = None if door.tls is None else door.connections.handshake_timeout_s
+    async def _open(self, sock: socket.socket, door: Door | GatewayDoor) -> asyncio.base_events.Server:
+        protocol: Callable[[], asyncio.Protocol]
+        if isinstance(door, GatewayDoor):
+            protocol = partial(door.make, self.server_state.connections)
+        else:
+            protocol = partial(
+                HttpConnection,
+                door.connections,
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+        limit_s = None if door.tls is None else self._doors.clients.connections.handshake_timeout_s
         return await asyncio.get_running_loop().create_server(
             protocol, sock=sock.dup(), ssl=door.tls, ssl_handshake_timeout=limit_s, backlog=BACKLOG
         )
@@ -145,7 +171,7 @@ class Server(uvicorn.Server):
             self._obeying.cancel()
         under_way, grace_s = len(self.server_state.tasks), self.config.timeout_graceful_shutdown
         logger.info("stops: no new connection; %d requests under way may go on for %s s", under_way, grace_s)
-        await super().shutdown([*self._sockets.clients, *self._sockets.operators])
+        await super().shutdown(self._sockets.all)
         if self.force_exit:
             await self._end_at_once()
         logger.info("stopped")

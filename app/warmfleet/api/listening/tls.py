@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warmfleet.settings import Settings
 
 MAX_FILE_BYTES = 1_048_576
-HTTP = ["http/1.1"]
+HTTP, HTTP2 = ["http/1.1"], ["h2"]
 
 
 class ServerTls:
@@ -27,9 +27,10 @@ class ServerTls:
             self._files["TLS_CLIENT_CA"] = settings.tls_client_ca
         self._expires = metrics.tls_certificate_expiry
         self._seen = self._state()
-        self._current = self._read()
+        self._current, self._http2 = self._read()
         self.for_clients = self._listening(requires_certificate=bool(settings.tls_client_ca))
         self.for_operators = self._listening(requires_certificate=False)
+        self.for_gateways = self._listening(HTTP2, requires_certificate=False)
 
     async def follow(self) -> None:
         """Read the files if one changed. Raises BadArgument if they cannot be used; the last good ones stay in use."""
@@ -38,19 +39,22 @@ class ServerTls:
     def _read_if_changed(self) -> None:
         state = self._state()
         if state != self._seen:
-            self._current = self._read()
+            self._current, self._http2 = self._read()
             self._seen = state
 
-    def _listening(self, *, requires_certificate: bool) -> ssl.SSLContext:
+    def _listening(self, protocols: list[str] = HTTP, *, requires_certificate: bool) -> ssl.SSLContext:
         """Make a listener's context, whose handshakes use the certificate and the clients' authority last read."""
-        context = _server_context()
+        context = _server_context(protocols)
         if requires_certificate:
             context.verify_mode = ssl.CERT_REQUIRED
             # A resumed session would not ask for the client's certificate, even if its authority has lost trust since.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
-        context.sni_callback = self._use_current
+        context.sni_callback = self._use_http2 if protocols is HTTP2 else self._use_current
         return context
+
+    def _use_http2(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        handshake.context = self._http2
 
     def _use_current(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         handshake.context = self._current
@@ -66,8 +70,8 @@ class ServerTls:
             states.append((found.st_mtime_ns, found.st_size, found.st_ino))
         return tuple(states)
 
-    def _read(self) -> ssl.SSLContext:
-        """Make a context of the files as they are now. Raises BadArgument."""
+    def _read(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """Make a context of the files as they are now for HTTP/1.1, and another for HTTP/2. Raises BadArgument."""
         marks = {
             "TLS_CERT": b"-BEGIN CERTIFICATE-",
             "TLS_CLIENT_CA": b"-BEGIN CERTIFICATE-",
@@ -82,9 +86,10 @@ class ServerTls:
             if marks[name] not in text:
                 kind = "private key" if name == "TLS_KEY" else "certificate"
                 raise BadArgument(f"WARMFLEET_{name}={path!r} has no {kind} in PEM form")
-        context, certificate = _server_context(), self._files["TLS_CERT"]
+        context, http2, certificate = _server_context(HTTP), _server_context(HTTP2), self._files["TLS_CERT"]
         try:
-            context.load_cert_chain(certificate, self._files["TLS_KEY"], password=_no_password)
+            for each in (context, http2):
+                each.load_cert_chain(certificate, self._files["TLS_KEY"], password=_no_password)
             if "TLS_CLIENT_CA" in self._files:
                 context.load_verify_locations(self._files["TLS_CLIENT_CA"])
         except ssl.SSLError as error:
@@ -94,7 +99,7 @@ class ServerTls:
         except ssl.SSLCertVerificationError as error:
             why = error.verify_message
             raise BadArgument(f"WARMFLEET_TLS_CERT={certificate!r} would be refused by clients: {why}") from error
-        return context
+        return context, http2
 
     def _why(self, error: ssl.SSLError) -> str:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -104,10 +109,10 @@ class ServerTls:
         return f"WARMFLEET_TLS_CERT, WARMFLEET_TLS_KEY or WARMFLEET_TLS_CLIENT_CA cannot be used: {error}"
 
 
-def _server_context() -> ssl.SSLContext:
+def _server_context(protocols: list[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(HTTP)
+    context.set_alpn_protocols(protocols)
     return context
 
 

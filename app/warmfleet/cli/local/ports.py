@@ -11,6 +11,7 @@ from warmfleet.cli.command_error import CommandError
 
 #: The setting that ``listen`` names in its error if a second replica on a machine takes the same port for operators.
 OWN_ADMIN_PORT = "WARMFLEET_ADMIN_PORT, as each replica on a machine needs its own (0: the clients' port is used)"
+OWN_EPP_PORT = "WARMFLEET_EPP_PORT or WARMFLEET_EPP_HEALTH_PORT, as each replica on a machine needs its own"
 
 #: Ports to choose from: below those that systems give to outgoing connections, which could take a free port meanwhile.
 PORTS = range(20_000, 32_768)

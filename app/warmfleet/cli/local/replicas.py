@@ -13,11 +13,12 @@ import signal
 import socket
 import time
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from warmfleet.api.listening.parent import ALIVE, HEARTBEAT_S, READY, RETIRED, Listening
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import OWN_ADMIN_PORT, claim_shared, listen
+from warmfleet.cli.local.ports import OWN_ADMIN_PORT, OWN_EPP_PORT, claim_shared, listen
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -67,10 +68,19 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The sockets of all replicas: for each replica's number (place) one for clients and one for operators."""
+    """The sockets of all replicas: for each replica's number (place) one for clients, and one for operators, gateways
+    and their health checks, if there are such ports.
+    """
 
     clients: Sequence[socket.socket]
     operators: Sequence[socket.socket]
+    gateways: Sequence[socket.socket] = ()
+    probes: Sequence[socket.socket] = ()
+
+    def own(self, place: int) -> list[list[int]]:
+        """Return the file numbers of the sockets of one replica alone, by their use."""
+        groups = (self.operators, self.gateways, self.probes)
+        return [[sock.fileno() for sock in group[place : place + 1]] for group in groups]
 
 
 def bind(settings: Settings, count: int) -> Shared:
@@ -87,9 +97,20 @@ def bind(settings: Settings, count: int) -> Shared:
         port = claimed.getsockname()[1]
         clients = [listen(settings.host, port, shared=True) for _ in range(count)]
     operators = [listen(settings.host, port, chosen_by=OWN_ADMIN_PORT) for port in ports if settings.admin_port]
-    for sock in (*clients, *operators):
+    gateways, probes = (_in_a_row(settings, first, count) for first in (settings.epp_port, settings.epp_health_port))
+    for sock in (*clients, *operators, *gateways, *probes):
         sock.listen(BACKLOG)
-    return Shared(clients, operators)
+    return Shared(clients, operators, gateways, probes)
+
+
+def _in_a_row(settings: Settings, first: int, count: int) -> list[socket.socket]:
+    """Open a port for each replica, from the first one on: a gateway keeps one connection to each picker, so that a
+    port that replicas share would leave most of them idle. Raises CommandError.
+    """
+    ports = range(first, first + count) if first else range(0)
+    if ports and ports[-1] > 65_535:
+        raise CommandError(f"WARMFLEET_EPP_PORT to {ports[-1]} are the ports for gateways: choose others")
+    return [listen(settings.host, port, chosen_by=OWN_EPP_PORT) for port in ports]
 
 
 class Replicas:
@@ -132,10 +153,12 @@ class Replicas:
     async def _start(self, place: int, failures: int = 0) -> Replica:
         ours, theirs = socket.socketpair()
         clients = [sock.fileno() for sock in self._sockets.clients]
-        operators = [sock.fileno() for sock in self._sockets.operators[place : place + 1]]
+        own = self._sockets.own(place)
         with theirs:
-            inherited = [theirs.fileno(), *clients, *operators]
-            option = f"{place},{theirs.fileno()},{'+'.join(map(str, clients))},{'+'.join(map(str, operators))}"
+            inherited = [theirs.fileno(), *clients, *chain(*own)]
+            option = ",".join(
+                [str(place), str(theirs.fileno()), *("+".join(map(str, group)) for group in (clients, *own))]
+            )
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command, "--place", option, pass_fds=inherited, start_new_session=True
