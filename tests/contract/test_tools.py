@@ -225,11 +225,11 @@ def test_make_test_and_so_ci_is_strict() -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ("", ["vllm", "checkov"]),
-        ("-q -x", ["vllm", "checkov"]),
-        ("-m long", ["vllm", "checkov"]),
-        ("-k tests", ["vllm", "checkov"]),
-        ("tests", ["vllm", "checkov"]),
+        ("", ["vllm", "checkov", "envoy"]),
+        ("-q -x", ["vllm", "checkov", "envoy"]),
+        ("-m long", ["vllm", "checkov", "envoy"]),
+        ("-k tests", ["vllm", "checkov", "envoy"]),
+        ("tests", ["vllm", "checkov", "envoy"]),
         ("tests/vllm", ["vllm"]),
         ("-m long tests/vllm/parity -s", ["vllm"]),
         ("tests/vllm/test_lora.py::test_it[a/b]", ["vllm"]),

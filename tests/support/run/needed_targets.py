@@ -14,7 +14,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[2]
 #: Folder below tests/ -> the target that builds what its tests need.
-TARGETS = {"vllm": "vllm", "k8s": "checkov"}
+TARGETS = {"vllm": "vllm", "k8s": "checkov", "envoy": "envoy"}
 #: Options of pytest that take the next argument as their value: that argument names no test to run.
 WITH_VALUE = {
     "-k",

@@ -1,0 +1,209 @@
+"""CPU of a replica and of Envoy per request that a gateway places by the picker: ``make -s bench NAME=picker``.
+
+    make -s bench NAME=picker                                # every mode of a gateway, beside the own data plane
+    make -s bench NAME=picker ARGS="--only duplex buffered"
+
+One replica serves the same requests of 200 bytes by its own port for clients and, behind a real Envoy, as picker. In
+each round every way gets the same bursts; the figures are medians over rounds of the CPU time of a process per request,
+less what it uses at rest. The replica runs on a core of its own where there are two; Envoy, store, engines and client
+share the other.
+
+``us_plain``: a plain answer. ``us_stream``: an answer of 18 chunks that come one by one, 5 ms apart. ``us_at_once``:
+the same chunks in one piece. ``us_chunk``: a further chunk. ``envoy_us_...``: the same of Envoy, whose way without a
+picker is ``envoy_alone``. ``added_ms``: median latency of a plain answer, one request at a time, less that of Envoy
+alone. ``over_own_streamed``, ``over_own_at_once``, ``over_own_plain``: of the mode `duplex`, the medians of the ratios
+to the replica's own data plane within a round. Trust these more than µs where other programs run (``load_average``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from tests.bench.output import report, say
+from tests.bench.proxy_client import AnswerError, burst_of, connected, in_turn, request
+from tests.bench.proxy_requests import GAP_MS, STREAM_CHUNKS, body, small
+from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, Fleet, Router, cpu_s, fleet_of
+from tests.envoy.envoy import MODES, Mode, binary, config
+
+from warmfleet_loadtest.stacks.processes import free_ports, get_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+OWN, ALONE = "own", "envoy_alone"
+AT_ONCE = 16
+LONG_CHUNKS = 118
+DUPLEX = "duplex"
+#: Name of a kind of request -> chunks of its answer (0: plain), and ms between them.
+KINDS = {
+    "plain": (0, 0),
+    "at_once": (STREAM_CHUNKS, 0),
+    "stream": (STREAM_CHUNKS, GAP_MS),
+    "long": (LONG_CHUNKS, GAP_MS),
+}
+BOOKING = [
+    mode for mode in MODES if mode.request in ("FULL_DUPLEX_STREAMED", "BUFFERED") and mode.name != "buffered_told"
+]
+
+
+@dataclass
+class Way:
+    """A way of requests to engines. ``spent``: by kind, CPU µs of the replica and of Envoy per request, by round."""
+
+    name: str
+    port: int
+    books: bool
+    spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    latency_ms: list[float] = field(default_factory=list)
+
+    def us(self, kind: str) -> tuple[float, float]:
+        replica, gateway = zip(*self.spent[kind], strict=True)
+        return statistics.median(replica), statistics.median(gateway)
+
+
+@dataclass
+class Bench:
+    """The processes of a run. ``idle``: shares of a core that replica and Envoy use at rest."""
+
+    replica: Router
+    envoy: tuple[int, ...]
+    requests: int
+    idle: tuple[float, float] = (0.0, 0.0)
+    numbers: int = 0
+
+    def spent(self) -> tuple[float, float]:
+        return cpu_s(self.replica.pids), cpu_s(self.envoy)
+
+    async def rest(self, seconds: float) -> None:
+        before = self.spent()
+        await asyncio.sleep(seconds)
+        after = self.spent()
+        self.idle = (after[0] - before[0]) / seconds, (after[1] - before[1]) / seconds
+
+    def made(self, kind: str, count: int) -> list[bytes]:
+        chunks, gap_ms = KINDS[kind]
+        self.numbers += count
+        return [request(body(small(f"{self.numbers - at}"), chunks, gap_ms)) for at in range(count)]
+
+    async def burst(self, way: Way, kind: str) -> None:
+        """Send a burst by this way, and keep the CPU time of each request."""
+        count = self.requests // 4 if kind == "long" else self.requests
+        burst = burst_of(self.made(kind, count))
+        idle = await connected(way.port, burst, AT_ONCE)
+        before, began = self.spent(), time.perf_counter()
+        await in_turn(burst, idle)
+        took_s, after = time.perf_counter() - began, self.spent()
+        if way.books and not all(BOOKED in head for head in burst.heads):
+            raise AnswerError(f"{way.name}: a request was not booked")
+        replica, gateway = (
+            1e6 * (now - then - share * took_s) / count
+            for now, then, share in zip(after, before, self.idle, strict=True)
+        )
+        way.spent.setdefault(kind, []).append((replica, gateway))
+
+    async def latency(self, way: Way) -> None:
+        burst = burst_of(self.made("plain", 40))
+        await in_turn(burst, await connected(way.port, burst, 1))
+        way.latency_ms.append(1e3 * statistics.median(end - start for start, end in burst.spans))
+
+    async def run(self, ways: Sequence[Way], rounds: int) -> None:
+        for way in ways:  # connections, code paths
+            await self.burst(way, "plain")
+            way.spent.clear()
+        await self.rest(1.0)
+        for number in range(rounds):
+            for way in [*ways[number % len(ways) :], *ways[: number % len(ways)]]:
+                for kind in KINDS:
+                    await self.burst(way, kind)
+                await self.latency(way)
+
+
+def started(fleet: Fleet, port: int, modes: Sequence[Mode]) -> dict[str, int]:
+    """Start Envoy; return the ports of its listeners."""
+    folder = fleet.folder / "envoy-files"
+    folder.mkdir()
+    engines = [f"127.0.0.1:{port}" for port in fleet.engines.stubs]
+    (folder / "envoy.json").write_text(json.dumps(config([f"127.0.0.1:{port}"], engines, modes)))
+    options = [
+        "--concurrency",
+        "1",
+        "--use-dynamic-base-id",
+        "--admin-address-path",
+        str(folder / "admin"),
+        "-l",
+        "error",
+    ]
+    fleet.processes.spawn("envoy", "envoy", [binary(), "-c", str(folder / "envoy.json"), *options])
+    ports: dict[str, int] = {}
+
+    def listening() -> bool:
+        admin = folder / "admin"
+        told = get_json(f"http://{admin.read_text()}/listeners?format=json") if admin.exists() else None
+        for each in (told or {}).get("listener_statuses", []):
+            ports[each["name"]] = each["local_address"]["socket_address"]["port_value"]
+        return len(ports) == len(modes) + 1
+
+    fleet.processes.wait("envoy", listening)
+    return ports
+
+
+def figures(ways: Sequence[Way]) -> dict[str, Any]:
+    """Return all figures by way, and the ratios of `duplex` to the replica's own data plane."""
+    found: dict[str, Any] = {}
+    alone = next(way for way in ways if way.name == ALONE)
+    for way in ways:
+        of: dict[str, float] = {}
+        for kind in ("plain", "at_once", "stream"):
+            replica, gateway = way.us(kind)
+            of |= {f"us_{kind}": round(replica)} if way is not alone else {}
+            of |= {f"envoy_us_{kind}": round(gateway)} if way.name != OWN else {}
+        further = LONG_CHUNKS - STREAM_CHUNKS
+        (long_us, long_gateway), (us, gateway) = way.us("long"), way.us("stream")
+        of |= {"us_chunk": round((long_us - us) / further, 1)} if way is not alone else {}
+        of |= {"envoy_us_chunk": round((long_gateway - gateway) / further, 1)} if way.name != OWN else {}
+        if way.name not in (OWN, ALONE):
+            of["added_ms"] = round(statistics.median(way.latency_ms) - statistics.median(alone.latency_ms), 2)
+        found[way.name] = of
+    own, duplex = (next(way for way in ways if way.name == name) for name in (OWN, DUPLEX))
+    for key, kind in ("over_own_plain", "plain"), ("over_own_at_once", "at_once"), ("over_own_streamed", "stream"):
+        pairs = zip(duplex.spent[kind], own.spent[kind], strict=True)
+        found[key] = round(statistics.median(theirs[0] / ours[0] for theirs, ours in pairs), 2)
+    found["us_chunk"] = found[DUPLEX]["us_chunk"]
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything as the JSON object has it. Raises StackError or AnswerError."""
+    modes = [mode for mode in BOOKING if not options.only or mode.name in options.only or mode.name == DUPLEX]
+    with fleet_of(Cores.of_this_machine(), ENGINES, sys.executable) as fleet:
+        [port] = free_ports(1)
+        say("starting a replica and Envoy ...")
+        replica = fleet.replica("picker", {"WARMFLEET_EPP_PORT": str(port)})
+        ports = started(fleet, port, modes)
+        ways = [Way(OWN, replica.port, books=True), Way(ALONE, ports["plain"], books=False)]
+        ways += [Way(mode.name, ports[mode.name], books=True) for mode in modes]
+        bench = Bench(replica, (fleet.processes.pid("envoy"),), options.requests)
+        uvloop.run(bench.run(ways, options.rounds))
+    return figures(ways) | {"load_average": round(os.getloadavg()[1], 1)}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=5, help="whose medians are reported (default %(default)s)")
+    made.add_argument("--requests", type=int, default=400, help="in a burst (default %(default)s)")
+    names = [mode.name for mode in BOOKING]
+    made.add_argument("--only", nargs="+", choices=names, default=(), metavar="MODE", help=f"of {', '.join(names)}")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(report(measure, parser().parse_args()))

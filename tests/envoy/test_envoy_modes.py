@@ -1,0 +1,479 @@
+"""A replica as picker behind a real Envoy, in each way in which a gateway may send bodies.
+
+Every case asserts the client's status and bytes, the outcome of the reservation, the number of tries that Envoy made,
+and that no load is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import uuid
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from tests.envoy.envoy import ENDPOINT, MODES, OTHERS, Envoy, Logged, Mode, envoy
+from tests.support.engines.simulated import Simulated, simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import Replica, replica
+
+from warmfleet.cli.local.ports import free_port
+from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits
+from warmfleet.fleet.bookings import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from warmfleet.pools.pool import Pool
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+PATH = "/v1/completions"
+OUTCOMES = get_args(Outcome)
+NO_OUTCOME = Counter[str]()
+BOTH = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+#: Modes in which the picker reads the prompt, so that it books the request.
+BOOKING = pytest.mark.parametrize(
+    "mode", [mode for mode in MODES if mode.request not in ("NONE", "STREAMED")], ids=lambda mode: mode.name
+)
+
+
+@dataclass
+class World:
+    """Two engines, a replica, an Envoy."""
+
+    model: str
+    engines: dict[str, Simulated]
+    replica: Replica
+    envoy: Envoy
+    client: aiohttp.ClientSession
+
+    def address(self, name: str) -> str:
+        return self.engines[name].url.removeprefix("http://")
+
+    def body(self, prompt: str = "Once upon a time", tokens: int = 5, **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
+
+    async def ask(self, mode: Mode, body: dict[str, Any], **headers: str) -> Got:
+        """Send a request through Envoy; return its whole answer."""
+        case = uuid.uuid4().hex
+        data = io.BytesIO(json.dumps(body).encode())
+        headers = {"content-type": "application/json", "x-case": case, **headers}
+        async with self.client.post(self.envoy.urls[mode.name] + PATH, data=data, headers=headers) as answer:
+            told = {name.lower(): value for name, value in answer.headers.items()}
+            return Got(case, answer.status, told, await answer.read())
+
+    async def logged(self, got: Got) -> Logged:
+        """Return Envoy's own account of the request."""
+        return await self.envoy.logged(got.case)
+
+    @property
+    def pool(self) -> Pool:
+        """The replica's own state of the pool."""
+        return cast("Pool", cast("Any", self.replica.server)._doors.unready.__self__.all[0])
+
+    async def queued(self, count: int) -> None:
+        """Return when so many requests wait in the queue."""
+        queue2 = self.replica.fleet.keys.queue2
+
+        async def seen() -> bool:
+            return await self.replica.fleet.redis.zcard(queue2) == count
+
+        await poll(seen, 10, f"{count} requests wait")
+
+    async def outcomes(self) -> Counter[str]:
+        """Return how many reservations had each outcome so far."""
+        page = (await self.replica.get("/metrics"))[1].decode()
+        named = {word: f'warmfleet_settled_reservations_total{{outcome="{word}"}} ' for word in OUTCOMES}
+        found = Counter[str]()
+        for line in page.splitlines():
+            for word, name in named.items():
+                if line.startswith(name):
+                    found[word] = int(float(line.removeprefix(name)))
+        return found
+
+    def running(self) -> int:
+        """Return the number of requests that the engines have."""
+        return sum(
+            len(engine.engine.core.scheduler.running) + len(engine.engine.core.scheduler.waiting)
+            for engine in self.engines.values()
+        )
+
+    @asynccontextmanager
+    async def busy(self) -> AsyncIterator[None]:
+        """Let every engine have so much work that a request has to wait."""
+        keys, store = self.replica.fleet.keys, self.replica.fleet.redis
+        workers = await self.replica.fleet.workers.read()
+        before = {worker.worker_id: worker.load.prefill_tokens for worker in workers}
+
+        async def set_prefill(change: Callable[[int], int]) -> None:
+            for worker in await self.replica.fleet.workers.read():
+                row = replace(worker.load, prefill_tokens=change(before[worker.worker_id]))
+                await store.hset(keys.load, worker.worker_id, row.pack(worker.worker_id))
+
+        await set_prefill(lambda tokens: tokens + 1_000_000_000)
+        try:
+            yield
+        finally:
+            await set_prefill(lambda tokens: tokens)
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer. ``case``: by which Envoy logs its request."""
+
+    case: str
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return dict(json.loads(self.body)["error"])
+
+    @property
+    def tokens(self) -> int:
+        """The number of events of a whole stream; fails if it is cut off."""
+        assert self.body.endswith(b"data: [DONE]\n\n"), self.body[-100:]
+        return self.body.count(b"data: {")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    model, port = f"test/{uuid.uuid4().hex[:12]}", free_port()
+    async with AsyncExitStack() as stack:
+        engines = {
+            name: await stack.enter_async_context(simulated(valkey_url, model, name)) for name in ("left", "right")
+        }
+        settings: dict[str, Any] = {"epp_port": port, "max_engine_wait_s": 1.0, "queue_max": 1, "queue_timeout_s": 20.0}
+        made = await stack.enter_async_context(replica(valkey_url, model, **settings))
+        await made.routable(2)
+        await made.exact()
+        addresses = [engine.url.removeprefix("http://") for engine in engines.values()]
+        folder = tmp_path_factory.mktemp("envoy")
+        gateway = await stack.enter_async_context(envoy(folder, [f"127.0.0.1:{port}"], addresses, MODES + OTHERS))
+        client = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        )
+        yield World(model, engines, made, gateway, client)
+
+
+@dataclass
+class Accounts:
+    """The outcomes of one test. ``load``: what the fleet had booked before."""
+
+    world: World
+    before: Counter[str]
+
+    async def are(self, **wanted: int) -> None:
+        """Wait until the reservations of this test have these outcomes, and nothing else; then nothing is booked."""
+
+        async def settled() -> bool:
+            return (await self.world.outcomes()) - self.before == Counter(wanted)
+
+        await poll(settled, 15, f"outcomes {wanted}")
+        await self.world.replica.unloaded()
+        assert (await self.world.outcomes()) - self.before == Counter(wanted)
+
+    async def left_to_their_leases(self, count: int) -> None:
+        """Assert that so many reservations are left, which nobody renews; end them in place of their leases."""
+        fleet = self.world.replica.fleet
+
+        async def all_left() -> bool:
+            return len(await fleet.redis.zrange(fleet.keys.leases, 0, -1)) == count
+
+        await poll(all_left, 10, f"{count} reservations are left")
+        assert len(self.world.pool.reservations) == 0
+        await self.end_leases()
+
+    async def end_leases(self) -> None:
+        fleet = self.world.replica.fleet
+        for name in cast("list[bytes]", await fleet.redis.zrange(fleet.keys.leases, 0, -1)):
+            await fleet.bookings.settle(name.decode(), "finished")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def accounts(world: World) -> Accounts:
+    return Accounts(world, await world.outcomes())
+
+
+def booked(mode: Mode) -> bool:
+    return mode.request not in ("NONE", "STREAMED")
+
+
+# ---------------------------------------------------------------- answers
+
+
+@BOTH
+async def test_a_plain_answer(world: World, accounts: Accounts, mode: Mode) -> None:
+    got = await world.ask(mode, world.body())
+    assert got.status == 200
+    assert json.loads(got.body)["usage"]["completion_tokens"] == 5
+    if booked(mode):
+        assert got.headers["x-warmfleet-reservation"] == "booked"
+        await accounts.are(finished=1)
+    else:
+        await accounts.are()
+
+
+@BOTH
+async def test_a_streamed_answer(world: World, accounts: Accounts, mode: Mode) -> None:
+    got = await world.ask(mode, world.body(tokens=200, stream=True))
+    assert got.status == 200
+    assert got.tokens == 200
+    assert (await world.logged(got)).tries == "1"
+    if mode.name == "duplex_none":  # nobody tells when the answer ends: the reservation is left to its lease
+        await accounts.left_to_their_leases(1)
+    await accounts.are(**{"finished": 1} if booked(mode) and mode.name != "duplex_none" else {})
+
+
+@BOTH
+async def test_a_body_of_1_mib(world: World, accounts: Accounts, mode: Mode) -> None:
+    """Envoy holds no more than 1 MiB where it buffers, and refuses the request itself: nothing was booked."""
+    got = await world.ask(mode, world.body(user="x" * 2**20))
+    if mode.request == "BUFFERED":
+        assert got.status == 413
+        assert (await world.logged(got)).details == "request_payload_too_large"
+        await accounts.are()
+        return
+    assert got.status == 200
+    assert json.loads(got.body)["usage"]["completion_tokens"] == 5
+    await accounts.are(**{"finished": 1} if booked(mode) else {})
+
+
+@BOTH
+async def test_a_list_of_models(world: World, accounts: Accounts, mode: Mode) -> None:
+    async with world.client.get(world.envoy.urls[mode.name] + "/v1/models") as answer:
+        assert answer.status == 200
+        assert [model["id"] for model in (await answer.json())["data"]] == [world.model]
+    await accounts.are()
+
+
+@BOTH
+async def test_paths_that_are_not_for_clients(world: World, accounts: Accounts, mode: Mode) -> None:
+    async with world.client.get(world.envoy.urls[mode.name] + "/sim/table") as answer:
+        assert answer.status == 404
+        assert (await answer.json())["error"]["code"] == "not_found"
+    async with world.client.get(world.envoy.urls[mode.name] + PATH) as answer:
+        assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    await accounts.are()
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@BOOKING
+async def test_mistakes_of_clients(world: World, accounts: Accounts, mode: Mode) -> None:
+    """The picker answers them in the dialect of the path."""
+    url = world.envoy.urls[mode.name]
+    async with world.client.post(url + PATH, data=b"{no json") as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] == "bad_request"
+    got = await world.ask(mode, {**world.body(), "model": "another"})
+    assert (got.status, got.error["code"]) == (404, "model_not_found")
+    async with world.client.post(url + "/v1/messages", data=b"{no json") as answer:
+        assert answer.status == 400
+        assert (await answer.json())["type"] == "error"
+    await accounts.are()
+
+
+@BOOKING
+async def test_an_error_of_the_engine_passes(world: World, accounts: Accounts, mode: Mode) -> None:
+    got = await world.ask(mode, world.body(prompt="word " * 20_000))
+    assert got.status == 400
+    await accounts.are(failed=1)
+
+
+@BOOKING
+async def test_a_full_queue_is_429(world: World, accounts: Accounts, mode: Mode) -> None:
+    async with world.busy():
+        waits = asyncio.create_task(world.ask(mode, world.body()))
+        await world.queued(1)
+        got = await world.ask(mode, world.body(prompt="Another prompt"))
+        assert (got.status, got.error["code"]) == (429, "overloaded")
+        assert int(got.headers["retry-after"]) >= 1
+        assert (await world.logged(got)).details == "warmfleet_overloaded"
+    assert (await waits).status == 200
+    await accounts.are(finished=1)
+
+
+@pytest.mark.parametrize("name", ["duplex", "default_timeout"])
+async def test_a_wait_longer_than_envoys_patience(world: World, accounts: Accounts, name: str) -> None:
+    """By default Envoy gives a picker 200 ms in BUFFERED, unless the picker asks for more; else it waits."""
+    mode = next(mode for mode in (*MODES, *OTHERS) if mode.name == name)
+    async with world.busy():
+        waits = asyncio.create_task(world.ask(mode, world.body()))
+        await world.queued(1)
+        await asyncio.sleep(0.5)
+        assert not waits.done()
+    assert (await waits).status == 200
+    await accounts.are(finished=1)
+
+
+async def test_an_envoy_that_grants_no_more_time(world: World, accounts: Accounts) -> None:
+    impatient = next(mode for mode in OTHERS if mode.name == "impatient")
+    async with world.busy():
+        got = await world.ask(impatient, world.body())
+        assert got.status == 504
+        await world.queued(0)
+    await accounts.are()
+
+
+# ---------------------------------------------------------------- subsets
+
+
+@BOTH
+async def test_only_engines_of_the_subset(world: World, accounts: Accounts, mode: Mode) -> None:
+    """Best: the engine that has the prompt, if it is allowed. Partial: the other. None: 503."""
+    expected = 0
+    prompt = f"{mode.name} {'once upon a time ' * 40}"
+    for names, wanted in (("left", "left"), ("left,right", "left"), ("right", "right")):
+        listed = ",".join(world.address(name) for name in names.split(","))
+        got = await world.ask(mode, world.body(prompt), **{"x-subset": f"10.1.2.3:8000,{listed}"})
+        assert got.status == 200
+        served = (await world.logged(got)).engine
+        if booked(mode):
+            assert served == world.address(wanted)
+            expected += 1
+            await world.replica.unloaded()
+        else:
+            assert served in listed
+    for nobody in ("10.1.2.3:8000", ","):
+        got = await world.ask(mode, world.body(prompt), **{"x-subset": nobody})
+        assert (got.status, got.error["code"], got.headers["retry-after"]) == (503, "no_worker", "1")
+        assert (await world.logged(got)).engine == "-"
+    await accounts.are(**{"finished": expected} if expected else {})
+
+
+async def test_an_ip_address_allows_all_ports(world: World, accounts: Accounts) -> None:
+    got = await world.ask(MODES[0], world.body(), **{"x-subset": "127.0.0.1"})
+    assert got.status == 200
+    await accounts.are(finished=1)
+
+
+async def test_a_client_cannot_choose_the_engine(world: World, accounts: Accounts) -> None:
+    got = await world.ask(MODES[0], world.body(), **{ENDPOINT: "127.0.0.1:9", "X-data-parallel-rank": "3"})
+    assert got.status == 200
+    await accounts.are(finished=1)
+
+
+# ---------------------------------------------------------------- clients that leave, engines that die
+
+
+@BOOKING
+async def test_a_client_that_leaves_while_the_picker_decides(world: World, accounts: Accounts, mode: Mode) -> None:
+    async with world.busy():
+        waits = asyncio.create_task(world.ask(mode, world.body()))
+        await world.queued(1)
+        waits.cancel()
+        await world.queued(0)
+    await accounts.are()
+
+
+@BOOKING
+async def test_a_client_that_leaves_while_it_is_answered(world: World, accounts: Accounts, mode: Mode) -> None:
+    url = world.envoy.urls[mode.name] + PATH
+    async with world.client.post(url, json=world.body(tokens=4_000, stream=True)) as answer:
+        await answer.content.readany()
+        await asyncio.sleep(0.1)
+        assert world.running() == 1
+    await poll(lambda: world.running() == 0, 10, "the engine stops its work")
+    if mode.name == "duplex_none":
+        await accounts.left_to_their_leases(1)
+        await accounts.are()
+    else:  # where no piece passes the picker, an answer that ends and one that breaks off look alike
+        await accounts.are(**{"cancelled" if mode.sees_end else "finished": 1})
+
+
+@BOOKING
+async def test_an_engine_that_dies_while_it_answers_is_not_blamed(world: World, accounts: Accounts, mode: Mode) -> None:
+    """The gateway does not tell its death from a client that left."""
+    url = world.envoy.urls[mode.name] + PATH
+    async with world.client.post(url, json=world.body(tokens=4_000, stream=True)) as answer:
+        await answer.content.readany()
+        await asyncio.sleep(0.1)
+        for engine in world.engines.values():
+            cut(engine)
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
+    if mode.name == "duplex_none":
+        await accounts.left_to_their_leases(1)
+        await accounts.are()
+    else:
+        await accounts.are(**{"cancelled" if mode.sees_end else "finished": 1})
+    assert world.pool.outliers.verdicts == {}
+
+
+def cut(engine: Simulated) -> None:
+    """Break all connections of an engine off, as its death does."""
+    runner = engine.engine._runner
+    assert runner is not None
+    assert runner.server is not None
+    for connection in runner.server.connections:
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+# ---------------------------------------------------------------- under load
+
+
+async def many(world: World, mode: Mode, count: int, at_once: int) -> list[Got]:
+    """Send so many streamed requests of different lengths; return their answers."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> Got:
+        async with gate:
+            return await world.ask(mode, world.body(f"Prompt {number}", tokens=1 + number % 30, stream=True))
+
+    return await asyncio.gather(*map(one, range(count)))
+
+
+async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
+    world.pool.fleet.use(limits=QueueLimits(1.0, count, QUEUE_PATIENCE))
+    answers = await many(world, mode, count, 32)
+    assert Counter(answer.status for answer in answers) == {200: count}
+    assert [answer.tokens for answer in answers] == [1 + number % 30 for number in range(count)]
+    if mode.response == "NONE" and mode.duplex:  # the shortest answers seem not to end, and are left to their leases
+        await accounts.end_leases()
+        await world.replica.unloaded()
+    else:
+        await accounts.are(**{"finished": count} if booked(mode) else {})
+
+
+@BOTH
+async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
+    await whole_under_load(world, accounts, mode, 60)
+
+
+@pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode of a gateway are whole to the byte")
+@BOTH
+async def test_a_thousand_answers_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
+    await whole_under_load(world, accounts, mode, 1_000)
+
+
+# ---------------------------------------------------------------- the last test, which leaves one engine dead
+
+
+async def test_an_engine_that_cannot_be_reached(world: World, accounts: Accounts) -> None:
+    """Its request was never sent; where Envoy tells why, other requests avoid it for a moment."""
+    dead = world.engines["right"]
+    runner = dead.engine._runner
+    assert runner is not None
+    for site in [*runner.sites]:
+        await site.stop()
+    cut(dead)
+    only = {"x-subset": world.address("right")}
+    for count, name in enumerate(("duplex", "buffered", "buffered_told", "override_host"), 1):
+        mode = next(mode for mode in MODES if mode.name == name)
+        got = await world.ask(mode, world.body(), **only)
+        logged = await world.logged(got)
+        assert (got.status, logged.engine, logged.tries) == (503, world.address("right"), "3")
+        await accounts.are(unsent=count)
+    assert world.pool.outliers.verdicts == {}
+    assert "right.0" in world.pool.avoided()
