@@ -651,6 +651,13 @@ async def test_a_loopback_url_of_another_host(valkey_url: str, model: str) -> No
         result.names("url", "connection refused", "127.0.0.1 means each machine itself")
 
 
+async def test_what_gateways_must_grant_a_picker(valkey_url: str, model: str) -> None:
+    result = await doctor(valkey_url, model, epp_port=9002, queue_timeout_s=40.0)
+    result.names("picker", "gateways ask port 9002", "max_message_timeout of at least 45 s", State.NOTE)
+    result.names("picker", "without TLS", "set WARMFLEET_TLS_CERT", State.NOTE)
+    assert (await doctor(valkey_url, model)).of("picker", State.NOTE) == []
+
+
 async def test_an_announced_url_is_asked_for_its_health_only_and_gets_no_key(valkey_url: str, model: str) -> None:
     with fixed_answers.replica({"/health": (200, {})}) as (url, requests):
         async with applied(valkey_url, model) as fleet, simulated(valkey_url, model, url=url):

@@ -205,6 +205,9 @@ async def examine(plan: Plan, report: Report) -> None:
                 report.part("Engines of WARMFLEET_STATIC_WORKERS")
                 await _checked(report, "listed", _listed(plan, known))
             await _replicas(known, report)
+        if plan.settings.epp_port:
+            report.part("Pickers for gateways")
+            report.add(router_checks.picker(plan.settings))
         for url in plan.engines:
             report.part(f"Engine {fleet_checks.shown(url)}")
             await _engine(plan, known, url, report)

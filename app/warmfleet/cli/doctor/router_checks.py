@@ -11,6 +11,7 @@ from warmfleet.cli.doctor.engine_checks import json_of
 from warmfleet.cli.doctor.finding import Finding, fault, note, ok, skipped
 from warmfleet.cli.doctor.redis_checks import MAX_SKEW_S
 from warmfleet.cli.terminal.output import in_short
+from warmfleet.picker.calls import LATER_S
 from warmfleet.protocol.pools import served_model
 from warmfleet.settings import ADMIN_PORT
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from warmfleet.fleet import ReplicaView
+    from warmfleet.settings import Settings
 
 TIMEOUT_S = 10.0
 NONE_HELP = "`warmfleet workers` tells the state of each, why, and what to do"
@@ -93,6 +95,17 @@ def announced(pools: Mapping[str, Sequence[ReplicaView]]) -> list[Finding]:
             text = f"{view.name} was last heard {view.age_s:.0f} s ago: killed, hung, or cut off from Redis"
             findings.append(fault("replicas", text, remedy))
     return findings
+
+
+def picker(settings: Settings) -> list[Finding]:
+    """Tell what gateways must allow that ask replicas with these settings where requests go; nothing without a port."""
+    if not settings.epp_port:
+        return []
+    wait_s = settings.queue_timeout_s + LATER_S
+    told = f"gateways ask port {settings.epp_port} of each replica, {'by TLS' if settings.tls_cert else 'without TLS'}"
+    needs = f"max_message_timeout of at least {wait_s:g} s and a retry_policy of their calls (app/docs/picker.md)"
+    without = "" if settings.tls_cert else "; several gateways refuse a picker without TLS: set WARMFLEET_TLS_CERT"
+    return [note("picker", told, f"make sure that they grant a {needs}{without}")]
 
 
 def _versions(views: Sequence[ReplicaView]) -> str:
