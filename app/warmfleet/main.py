@@ -353,6 +353,9 @@ def _tell_of_the_start(settings: Settings, sockets: Sockets) -> None:
     for users, listening in ("clients", sockets.clients), ("operators", sockets.operators):
         for host, port in dict.fromkeys(sock.getsockname()[:2] for sock in listening):
             logger.info("for %s: %s://%s:%d", users, scheme, f"[{host}]" if ":" in host else host, port)
+    for sock in sockets.gateways:
+        how = "TLS" if settings.tls_cert else "no TLS"
+        logger.info("for gateways that ask by ext_proc: port %d, %s", sock.getsockname()[1], how)
     if not settings.client_keys_file:
         logger.info("WARMFLEET_CLIENT_KEYS_FILE is not set: every client that reaches this replica is served")
     if settings.explain_key is None:
