@@ -368,7 +368,7 @@ def random_call(rng: random.Random, name: str, *, excludes: bool = True) -> list
         KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
         rng.choice((0, 0, 0, 1, 2)), excluded, rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
-        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "",
+        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "", "",
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),
         *((8, 2 * BLOCK_TOKENS, chain[: len(chain) // 16 * 8]) if rare() < 0.2 else ()),
     ]  # fmt: skip
