@@ -33,6 +33,7 @@ local BRIEF_AT = PREFILL_TOKENS_AT
 local ROW_BRIEF = ">i4i4i8I6I4I4I4I4I4I2I6I4"
 
 -- Streams
+local BATCH_BLOCKS = 128 -- most blocks in an entry of a worker's stream
 local SCHEMA = 1 -- the version of the announcements of workers and API servers
 local FAR_FUTURE_MS = 3600000 -- time ahead of the server's clock beyond which an entry's id is not believed
 local LAST_SEQUENCE = 2 ^ 52 -- the largest sequence number of an entry's id with which Lua computes exactly

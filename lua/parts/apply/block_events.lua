@@ -9,7 +9,6 @@ counter, and lost(cause), which also asks for a snapshot. Returns two functions 
   room(digest, most): tells whether a set of this digest may get further blocks; most: bound of its size (nil: main set)
 --]]
 local call = redis.call
-local BATCH_BLOCKS = 128
 local ALWAYS_BLOCKS = 524288 -- blocks that any worker may claim (8 million tokens); room() allows twice as many, 136 MB
 local CHUNK_HASHES_AT = 9 -- position of the hashes in a chunk, behind the snapshot's id
 

@@ -12,7 +12,7 @@ digest and stores, and the functions count(counter), ask_resync(record, cause), 
 (apply/block_events). Returns a function that writes what has changed; call it once all entries are applied.
 --]]
 local call = redis.call
-local PACKED_BYTES, DIGESTS_BYTES, BATCH_BLOCKS = 1024, 1024, 128
+local PACKED_BYTES, DIGESTS_BYTES = 1024, 1024
 local MOST_SET_BLOCKS = 4194304 -- blocks that a further set may have, whatever the worker announced: 270 MB
 local RATE_CHANGE = 4 -- the time to load a byte is stored again if it changed by more than 1/RATE_CHANGE
 local further_sets = include "shared/further_sets"
