@@ -11,7 +11,8 @@ one. Arms:
 
     ignored      routers know nothing of tiers; an engine loads what a request that lands there finds
     weight-W     a token in a tier counts as W tokens on the GPU (rules of other routers; not a setting here)
-    seconds      the rule of `cost`: twice the seconds of the load, at most those of computing
+    seconds      the rule of `cost`: twice the seconds of the load, once while the engine computes booked prefills, at
+                 most those of computing
 
 `chats` plays the conversation trace, `agents` the agents' trace in a closed loop, with smaller caches. `mixed` is
 `chats` and `mixed-agents` is `agents` on links of two kinds. To load a token of the 8B model takes 5 us at 25 GB/s and

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 131_072  # of an 8B model's KV: 32 layers, 8 heads of 128 numbers of 2 bytes, keys and values
 #: How decide prices what a tier holds, and where a bench puts another rule.
-RULE = "min(2 * tiers.seconds[i] * useful / tokens, lambda * useful / s.speed[i])"
+RULE = "min(loading + max(0, loading - s.wait[i] / s.speed[i]), lambda * useful / s.speed[i])"
 ROOM = "most = max(most, min(tier.blocks, 1.5 * gpu))"  # how tick counts a tier as room for sessions
 WEIGHTED = "(1 - {}) * lambda * useful / s.speed[i]"
 

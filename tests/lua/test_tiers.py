@@ -132,7 +132,7 @@ async def test_booked_loads_are_given_back_whole(keyspace: Keyspace) -> None:
     assert {row.prefill_tokens for row in (await keyspace.rows()).values()} == {0}
 
 
-async def test_loads_count_twice_and_never_more_than_computing(keyspace: Keyspace) -> None:
+async def test_loads_of_idle_engines_count_twice_and_never_more_than_computing(keyspace: Keyspace) -> None:
     await keyspace.workers(3, flags=TIERED)
     hashes = keyspace.chain(100)
     for number, price in enumerate((FAST, 0.4e-4, SLOW), 1):
@@ -142,6 +142,19 @@ async def test_loads_count_twice_and_never_more_than_computing(keyspace: Keyspac
     assert rows["w2.0"].terms.load_s == pytest.approx(2 * 1600 * 0.4e-4)
     assert rows["w3.0"].terms.load_s == pytest.approx(1600 * 1e-4), "as if it were not there"
     assert rows["w3.0"].tier_s == pytest.approx(1600 * SLOW), "though the engine will take that long"
+
+
+@pytest.mark.parametrize("booked", [0, 1, 60, 100, 1_000])
+@pytest.mark.parametrize("price", [FAST, 0.4e-4, 0.9e-4])
+async def test_a_load_beside_booked_prefills_counts_once(keyspace: Keyspace, booked: int, price: float) -> None:
+    """An engine loads while it computes what it was sent before."""
+    await keyspace.workers(2, flags=TIERED)
+    hashes = keyspace.chain(100)
+    await tier(keyspace, 1, hashes, 100, price)
+    await keyspace.change(1, prefill_tokens=booked - booked // 3, foreign_prefill_tokens=booked // 3)
+    loading, line = 1600 * price, booked * 1e-4
+    expected = min(loading + max(0.0, loading - line), 1600 * 1e-4)
+    assert (await explained(keyspace, hashes))["w1.0"].terms.load_s == pytest.approx(expected, abs=2e-6)
 
 
 async def test_the_cheaper_of_loading_and_waiting_wins(keyspace: Keyspace) -> None:

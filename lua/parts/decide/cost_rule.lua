@@ -5,7 +5,7 @@ decide/baseline_policies.
 `cost` takes the candidate with the lowest predicted seconds to first token:
   (wait_price * wait + lambda * uncached + kappa * again + (stay - 1) * lost
     + pressure_price * (overfill * uncached + crowd * prompt)) / speed
-    + decoding * (slows - least slows) + min(2 * loading, lambda * loads / speed)
+    + decoding * (slows - least slows) + min(loading + max(0, loading - line), lambda * loads / speed)
     + place * busy_share * prompt / median speed + wait_price * decode_s_per_token * decode tokens + label_price
   wait      prefill tokens that are ahead on this worker, less those computed by now of the prefill under way
   uncached  tokens of the prompt that this worker must compute
@@ -30,6 +30,8 @@ decide/baseline_policies.
   loads     tokens of the prompt that only a tier of the worker holds (decide/tiers); `loading` is the time to load
             them. It is charged twice, because a prompt's beginning that is only in a tier has left the GPU before, and
             will again; but a load costs no more than computing. A session also stays for what a tier holds
+  line      seconds of all prefills booked there: the engine loads while it computes them, so what of a load fits into
+            them is charged once
   label_price  seconds that the replica's operator set for labels which the worker lacks (WARMFLEET_PREFER); 0 if no
             label is preferred, or if the worker joined after the replica last read the workers' records
 Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal. Among equals the session's home wins
@@ -57,7 +59,6 @@ or objective; with other policies also match, smallest, imbalance, bound or turn
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local FILLED = 0.5 -- share of caches from which on contexts count as filling them (decoding)
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
-local LOADS_TWICE = 2
 local DECODE_TERM = 8 -- index of the term of slows in s.terms
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
@@ -185,7 +186,8 @@ local function with_loads(s, own, lambda)
     local tokens, seconds = tiers.tokens[i], s.load_s[i]
     if tokens then
       local useful = max(0, own[i] - (s.matched[i] - tokens)) -- of the tokens to load
-      seconds = seconds + min(LOADS_TWICE * tiers.seconds[i] * useful / tokens, lambda * useful / s.speed[i])
+      local loading = tiers.seconds[i] * useful / tokens
+      seconds = seconds + min(loading + max(0, loading - s.wait[i] / s.speed[i]), lambda * useful / s.speed[i])
     end
     found[i] = seconds
   end
