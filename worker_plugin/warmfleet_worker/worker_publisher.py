@@ -22,6 +22,7 @@ from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.seen_images import SeenImages
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, StreamWriter, connect
 
@@ -36,6 +37,7 @@ logger = logging.getLogger("vllm.warmfleet")
 DRAIN_RECORDS = 4_096  # most changes that become entries between two round trips
 BURST_CHUNKS = 32  # most snapshot chunks (36 kB in all) in one round trip
 PROGRESS_QUEUE = 4_096
+IMAGES_AT_ONCE = 16  # most reports of images in one round trip; each counts as a few blocks where it is applied
 SELF_RESYNC_SECONDS = 2 * wire.HEARTBEAT_SECONDS  # time after lost events until a snapshot is sent unasked
 
 
@@ -54,7 +56,7 @@ class WorkerPublisher:
     is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another. yielded:
     called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for them.
     sets: the changes of further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured picoseconds
-    that loading a byte takes; called there.
+    that loading a byte takes; called there. ``images``: what the engine has seen, which its thread notes there.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class WorkerPublisher:
         self._assignment = assignment
         self._moved = moved
         self._yielded = yielded
+        self.images = SeenImages()
         self._open(config.model)
         self._progress: deque[tuple[str, int, int]] = deque(maxlen=PROGRESS_QUEUE)
         self._wake = threading.Event()
@@ -189,6 +192,7 @@ class WorkerPublisher:
         if self._snapshot is None:
             self._put_changes()
             self._put_copies()
+            self._put_images()
         else:
             self._put_chunks(self._snapshot)
         self._put_progress(prefilled)
@@ -245,6 +249,7 @@ class WorkerPublisher:
         self._stream.join(self.config.join())
         self._update(joined=True, acknowledged=False, joins=self._state.joins + 1, applied=self._stream.number)
         self._snapshot = None
+        self.images.begin_anew()
         for each in self._sets:
             each.digest = wire.Digest()
         held = any([self._cut(), *[each.transitions.table for each in self._further]])
@@ -263,6 +268,10 @@ class WorkerPublisher:
         done = [self._progress.popleft() for _ in range(prefilled)]
         for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
             self._stream.put("progress", wire.dumps(done[start : start + wire.PROGRESS_PER_ENTRY]))
+
+    def _put_images(self) -> None:
+        for report in self.images.reports(min(IMAGES_AT_ONCE, MAX_PENDING - self._stream.pending)):
+            self._stream.put("image", report)
 
     def _put_changes(self) -> None:
         if not self._drained:

@@ -28,6 +28,7 @@ from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts,
 from warmfleet.fleet.codes import Hint, Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.constants import QUEUE_PATIENCE, Constants, QueueLimits, SessionLimits, Spans, Weights
+from warmfleet.fleet.image_reports import ImageReports
 from warmfleet.fleet.index import Index, Memory, Truth, WorkerTruth
 from warmfleet.fleet.ledger import EngineLedger, Hold, HoldLine, Ledger, LedgerView, Session
 from warmfleet.fleet.operator import OperatorKeys
@@ -68,6 +69,7 @@ class Fleet:
         self.upkeep = Upkeep(self.scripts)
         self.operator = OperatorKeys(self.scripts)
         self.replicas = Replicas(self.scripts)
+        self.images = ImageReports(self.scripts)
 
     @property
     def constants(self) -> Constants:

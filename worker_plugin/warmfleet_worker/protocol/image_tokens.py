@@ -1,7 +1,8 @@
 """The number of tokens that an image has in a prompt, by its width and height, for families of models. Pure.
 
 A family is a formula with whole numbers as parameters. A plugin announces family and parameters only if the formula
-counts as its vLLM does for every one of SIZES.
+counts as its vLLM does for every one of SIZES. For other models it announces the family LEARNED: engines report the
+tokens of each image that they see (operation ``image`` of their streams).
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+LEARNED = "learned"  # in place of a family: no formula
+MAX_TOKENS = 2**20  # most tokens of a prompt's images; a lie about their sizes must not cost memory
+MAX_ID = 256  # most characters of an image's identifier, which is in the hash of each of the image's blocks
+MAX_IMAGE_BYTES = 4_096  # longest report of an image; one of Pixtral's has 1.5 KB
 
 #: Widths and heights on which a formula is tried: small, large, odd, and nearly as narrow as transformers allows.
 SIZES = tuple(

@@ -127,7 +127,7 @@ SINGLE_KEYS = frozenset(
         *("workers", "servers", "next_slot", "alive", "alive_servers", "load", "leases", "lease", "hello"),
         *("cursor", "batch", "digest", "resync", "retired", "tick", "counts", "audit", "audit_walk"),
         *("sets", "tiers", "stores"),
-        *("queue2", "sessions", "session_line", "places"),
+        *("queue2", "sessions", "session_line", "places", "images"),
         *("ejections", "operator_approved", "operator_policy", "replicas"),
         *("pools", "placement"),  # these belong to the served model as a whole: see protocol/pools.py
     }
@@ -148,7 +148,8 @@ def worker_id_of(server_id: str, rank: int) -> str:
 
 #: The operations on ``events:<worker_id>``. A stream ``server:<server_id>`` has only join, heartbeat and leave.
 OPERATIONS = (
-    *("join", "stored", "removed", "cleared", "heartbeat", "digests", "progress", "begin", "chunk", "end", "leave"),
+    *("join", "stored", "removed", "cleared", "heartbeat", "digests", "progress", "image"),
+    *("begin", "chunk", "end", "leave"),
 )
 #: Kinds of sets of blocks that a worker may report beside its main one (lua/parts/shared/further_sets): by ``digests``,
 #: and by ``stored``, ``removed`` and ``cleared`` with a point and the kind behind. Older routers count all these as

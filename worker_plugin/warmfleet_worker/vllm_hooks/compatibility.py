@@ -29,6 +29,7 @@ class Part(StrEnum):
     STEPS = "this engine reports neither finished prefills nor its speed"
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
     GROUPS = "a prefix is promised as far as full attention supports it, whatever other groups do"
+    IMAGES = "the tokens of the images that it sees are not reported"
     TIER = "the blocks in its tier in CPU memory are not reported"
     STORE = "the blocks in its tier behind CPU memory are not reported"
     SERVER = "this API server is not announced, so it gets no requests from routers"
@@ -168,6 +169,10 @@ INTERNALS = (
     Internal(Part.GROUPS, "vllm.v1.kv_cache_interface:SlidingWindowSpec", ("sliding_window",)),
     Internal(Part.GROUPS, "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", ("attention_chunk_size",)),
     Internal(Part.GROUPS, "vllm.v1.kv_cache_interface", ("FullAttentionSpec", "MambaSpec")),
+    Internal(Part.IMAGES, f"{_CORE}.sched.scheduler:Scheduler", (), (("add_request", "self, request"),)),
+    Internal(Part.IMAGES, "vllm.v1.request:Request", ("mm_features", "prompt_token_ids")),
+    Internal(Part.IMAGES, "vllm.multimodal.inputs:MultiModalFeatureSpec", ("modality", "identifier", "mm_position")),
+    Internal(Part.IMAGES, "vllm.multimodal.inputs:PlaceholderRange", ("offset", "length")),
     Internal(
         Part.TIER,
         "vllm.v1.kv_offload.cpu.manager:CPUOffloadingManager",

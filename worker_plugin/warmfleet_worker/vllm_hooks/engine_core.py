@@ -78,6 +78,21 @@ def hook_scheduler(redis_url: str) -> None:
     wrap(scheduler_class, "schedule", schedule)
     wrap(scheduler_class, "update_from_output", update_from_output)
     wrap(scheduler_class, "shutdown", shutdown)
+    if not _lacks(Part.IMAGES):
+        _hook_images(scheduler_class, reporters)
+
+
+def _hook_images(scheduler_class: Any, reporters: Mapping[int, SchedulerReporter]) -> None:
+    """Let each reporter see the images of its Scheduler's requests."""
+
+    def add_request(original: Any, scheduler: Any, request: Any) -> Any:
+        if request.mm_features:
+            reporter = reporters.get(id(scheduler))
+            if reporter is not None:
+                reporter.sees(request)
+        return original(scheduler, request)
+
+    wrap(scheduler_class, "add_request", add_request)
 
 
 def _class_to_hook() -> Any:
@@ -112,6 +127,7 @@ class SchedulerReporter:
         self._speed = SpeedMeter()
         self._steps = 0  # number of steps begun and of steps ended, added up
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
+        self._images_unreadable = False
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._eviction = hook = eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
@@ -199,6 +215,19 @@ class SchedulerReporter:
                 if self._eviction is not None:
                     self._eviction.first_token(request_id, cached_tokens, prompt_tokens)
             self._steps_unreadable = False
+
+    def sees(self, request: Any) -> None:
+        """Note the tokens of a request's images, unless an earlier request's could not be read."""
+        publisher, ids = self._publisher, request.prompt_token_ids
+        if self._images_unreadable or publisher is None or ids is None:
+            return
+        self._images_unreadable = True  # unless the end of this block is reached
+        with swallow_errors("could not read a request's images", Part.IMAGES.value):
+            for feature in request.mm_features:
+                if feature.modality == "image":
+                    place = feature.mm_position
+                    publisher.images.note(feature.identifier, ids, place.offset, place.length)
+            self._images_unreadable = False
 
     def ps_per_byte(self) -> dict[str, int]:
         """Return the measured time to load a byte, by kind of tier; 0: not measured."""

@@ -1,26 +1,33 @@
 """The fact ``images``: how this API server hashes images and how many tokens they have, for routers that do the same.
 
 Nothing is assumed about the version of vLLM. Its own code loads, hashes and places small images, and the bytes hashed
-around an image's own are recorded. A model that places images in another way than as one repeated token, or whose count
-follows no known formula, gets no fact: routers then know its prompts up to the first image.
+around an image's own are recorded. A model whose images are more than one repeated token, or whose count follows no
+known formula, has the family LEARNED if an image's tokens depend on the image alone: routers learn them from reports. A
+model that puts an image in place of anything but one token, or changes the text beside it, gets no fact: routers then
+know its prompts up to the first image.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import io
 import types
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.protocol.image_tokens import FAMILIES, SIZES
+from warmfleet_worker.protocol.image_tokens import FAMILIES, LEARNED, SIZES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 #: Kind of an image, in the words of routers -> modes of small images of that kind.
 KINDS = {"rgb": ("RGB",), "clear": ("RGB",), "other": ("RGBA", "L", "P", "LA")}
 SIDES = (61, 47)  # of the images that are tried
+#: Of images that are tried together, some models tile a large one, and tile less if there are many.
+SOME_SIDES = (SIDES, (640, 430), (333, 1_200))
+#: Texts around images that are tried together: some models join line feeds with those that are part of an image.
+AROUND = ("a\n\n", "\n b\n\n\n", "\n", " ")
 
 
 def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
@@ -30,36 +37,78 @@ def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
     if processor is None or config is None or getattr(config, "enable_tower_connector_lora", False):
         return None
     placed = _placed(processor, model_config)
-    formula = _formula(processor.info, config)
-    if placed is None or formula is None:
+    rule = _rule(processor, config, *placed) if placed is not None else None
+    hashed = _frames(processor, config) if rule is not None else None
+    if placed is None or rule is None or hashed is None:
         return None
-    token_id, tokens = placed
-    family, parameters = formula
-    if FAMILIES[family][0](*SIDES, *parameters.values()) != tokens:
-        return None
-    hashed = _frames(processor, config)
-    if hashed is None:
-        return None
+    (token_id, _), (family, parameters) = placed, rule
     text = processor.info.get_tokenizer().convert_ids_to_tokens(token_id)
     return {"token": text, "token_id": token_id, "family": family, "parameters": parameters, **hashed}
 
 
-def _placed(processor: Any, model_config: Any) -> tuple[int, int] | None:
-    """Let vLLM place an image in a prompt; return the token that it repeats and how often, or None if it does not."""
-    from PIL import Image
+def _placed(processor: Any, model_config: Any) -> tuple[int, list[int]] | None:
+    """Let vLLM place an image in a prompt; return the token whose place it takes and its tokens, among which that is.
+
+    None if vLLM puts it in place of anything but one token.
+    """
+    for text in _placeholders(processor, model_config):
+        before = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
+        try:
+            (place,), made = _made(processor, before, [SIDES])
+        except Exception:  # noqa: BLE001, S112  the text is not the processor's: whatever it raises, the next is tried
+            continue
+        if place.offset >= len(before):
+            continue
+        token, ids = before[place.offset], made[place.offset : place.offset + place.length]
+        expected = [*before[: place.offset], *ids, *before[place.offset + 1 :]]
+        if made == expected and token in ids and before.count(token) == 1:
+            return token, ids
+    return None
+
+
+def _placeholders(processor: Any, model_config: Any) -> Iterator[str]:
+    """Yield the texts that may stand for an image: the model's own, and that of the processor's dummy prompt."""
     from vllm.model_executor.model_loader import get_model_cls
 
-    text = get_model_cls(model_config).get_placeholder_str("image", 1)
-    if not text:
-        return None
-    before = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
-    items = processor.info.parse_mm_data({"image": [Image.new("RGB", SIDES)]})
-    made = processor(list(before), items)
-    (place,) = made["mm_placeholders"]["image"]
-    token, behind = before[place.offset], before[place.offset + 1 :]
-    expected = [*before[: place.offset], *[token] * place.length, *behind]
-    plain = list(made["prompt_token_ids"]) == expected and before.count(token) == 1
-    return (token, place.length) if plain else None
+    with contextlib.suppress(ValueError, NotImplementedError):
+        text = get_model_cls(model_config).get_placeholder_str("image", 1)
+        if text:
+            yield text
+    own = getattr(processor, "dummy_inputs", None)
+    if own is not None:
+        yield str(own.get_dummy_text({"image": 1}))
+
+
+def _made(processor: Any, prompt: list[int], sizes: Sequence[tuple[int, int]]) -> tuple[list[Any], list[int]]:
+    """Let vLLM place images of these sizes in a prompt; return the ranges of the images and the ids of the prompt."""
+    from PIL import Image
+
+    items = processor.info.parse_mm_data({"image": [Image.new("RGB", size) for size in sizes]})
+    made = processor(list(prompt), items)
+    return list(made["mm_placeholders"]["image"]), list(made["prompt_token_ids"])
+
+
+def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[str, dict[str, int]] | None:
+    """Return the family and its parameters. ids: of an image of SIDES."""
+    formula = _formula(processor.info, config) if set(ids) == {token_id} else None
+    if formula is not None and FAMILIES[formula[0]][0](*SIDES, *formula[1].values()) == len(ids):
+        return formula
+    return (LEARNED, {}) if _is_placed_alone(processor, config, token_id) else None
+
+
+def _is_placed_alone(processor: Any, config: Any, token_id: int) -> bool:
+    """Return whether an image has the same tokens beside other images and line feeds, and changes none of these."""
+    encode = processor.info.get_tokenizer().encode
+    sizes = SOME_SIDES[: config.get_limit_per_prompt("image")]
+    texts = [encode(text, add_special_tokens=False) for text in AROUND[: len(sizes) + 1]]
+    prompt, expected = list(texts[0]), list(texts[0])
+    for size, behind in zip(sizes, texts[1:], strict=True):
+        (place,), made = _made(processor, [token_id], [size])
+        if (place.offset, place.length) != (0, len(made)):
+            return False
+        prompt += [token_id, *behind]
+        expected += [*made, *behind]
+    return _made(processor, prompt, sizes)[1] == expected
 
 
 def _formula(info: Any, config: Any) -> tuple[str, dict[str, int]] | None:
