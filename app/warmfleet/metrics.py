@@ -272,6 +272,14 @@ class Metrics:
             "Requests of which only the text before an image or other part is known, by reason (identity.md)",
             "reason model",
         )
+        self.image_counts = self._counter(
+            "image_counts",
+            "Answers whose usage reports the tokens of their images: `as_predicted`, `more`, `fewer` (identity.md)",
+            "result model",
+        )
+        self.image_reports = self._counter(
+            "image_reports", "Reports of engines about images: `read` or `malformed`", "result model"
+        )
         self.asked = self._counter(
             "asked_engines",
             "Engines asked for token ids: `answered`, `refused` (4xx), `failed`, `busy` (not asked)",

@@ -127,6 +127,9 @@ class ViewReader:
             pool.show(view)
         others = [other.view.workers for other in self._pools.named(pool.name) if other is not pool]
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter(), others))
+        if pool.view.images is not None:
+            for report in await pool.fleet.images.news():
+                self._metrics.image_reports.labels("read" if pool.learned.take(report) else "malformed", pool.tag).inc()
 
     def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
         """Derive the view of these workers from scratch."""

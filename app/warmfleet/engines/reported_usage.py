@@ -12,6 +12,7 @@ TAIL_BYTES = 2_048  # length of the end that is read: it holds the usage, fields
 # These patterns, and REPORTED, match no text of the answer itself, because a quote in it is written \".
 _CACHED = re.compile(rb'"(cached_tokens|cache_read_input_tokens)" ?: ?(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens" ?: ?(\d{1,9})')
+_IMAGES = re.compile(rb'"multimodal_tokens" ?: ?\{[^{}]*?"image" ?: ?(\d{1,9})')
 _FINISH = re.compile(rb'"(?:finish|stop)_reason" ?: ?"(\w+)"')
 _CALL = re.compile(rb'"type" ?: ?"function_call"')
 _LONGEST_CALL = len(b'"type" : "function_call"')
@@ -51,6 +52,11 @@ class AnswerTail:
         if name == b"cache_read_input_tokens":  # Anthropic's API leaves these out of the prompt's count
             prompt_tokens += cached_tokens
         return Usage(prompt_tokens, min(cached_tokens, prompt_tokens))
+
+    def image_tokens(self) -> int | None:
+        """Return the tokens of the prompt's images; None if the tail does not tell, as before vLLM 0.32."""
+        found = _IMAGES.findall(self._tail)
+        return int(found[-1]) if found else None
 
     def context_tokens(self) -> int:
         """Return the tokens of prompt and answer together; 0 if the tail has no usage."""

@@ -15,7 +15,7 @@ from warmfleet.pools.fleet_view import MAX_SCHEMES
 from warmfleet.prompt import request as requests
 from warmfleet.prompt.block_hashes import text_block_tokens, text_chain, text_tokens
 from warmfleet.prompt.messages import NotReproducible
-from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, canonical_text
+from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, KnownInPart, canonical_text
 
 if TYPE_CHECKING:
     from warmfleet.pools.fleet_view import View
@@ -30,7 +30,7 @@ logger = logging.getLogger("warmfleet.pools.identified_prompt")
 MEDIA = frozenset(
     {
         *("parts", "audio", "video", "image_url", "image_id", "image_format", "image_header", "image_size"),
-        *("image_place", "image_wrong"),
+        *("image_place", "image_new", "image_wrong"),
     }
 )
 BEGINNING_BLOCKS = 16  # number of first blocks; requests that share them go to one worker while Redis is away
@@ -44,8 +44,8 @@ class IdentifiedPrompt:
     ``text`` (workers are matched by the text), ``prefix`` (only the beginning is known) or ``load`` (nothing is known).
     ``reason`` says why a prompt is not wholly known; it is empty for a prompt that is.
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
-    template that made them. ``unable_workers`` cannot serve the request at all. ``has_media``: there are images among
-    the tokens, so no engine takes the prompt as token ids.
+    template that made them. ``unable_workers`` cannot serve the request at all. ``image_tokens``: tokens of images
+    in an exact prompt; with any, no engine takes the prompt as token ids.
     """
 
     chains: tuple[Chain, ...]
@@ -57,7 +57,7 @@ class IdentifiedPrompt:
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
     unable_workers: tuple[str, ...] = ()
-    has_media: bool = False
+    image_tokens: int = 0
 
     @property
     def beginning(self) -> bytes:
@@ -74,7 +74,7 @@ class _Found(NamedTuple):
     reason: str = ""
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
-    has_media: bool = False
+    image_tokens: int = 0
 
 
 async def identify_here(request: Request, pool: Pool, *, probing: bool = False) -> IdentifiedPrompt:
@@ -87,7 +87,7 @@ async def identify_here(request: Request, pool: Pool, *, probing: bool = False) 
     try:
         found = await _reproduced(request, view)
     except NotReproducible as why:
-        found = await _with_media(request, view, why.reason, probing=probing)
+        found = await _with_media(request, pool, view, why.reason, probing=probing)
     except Exception as error:  # noqa: BLE001  a bug in reading a prompt must not fail a request that engines can serve
         found = _unknown(request, error)
     return _identified(found, request, pool.view)
@@ -121,12 +121,12 @@ def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedP
 
 
 def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt:
-    chains, prompt_tokens, kind, reason, prompts, identity_key, has_media = found
+    chains, prompt_tokens, kind, reason, prompts, identity_key, image_tokens = found
     count = len(request.prompts) or 1
     decode_tokens = requests.decode_tokens(request, prompt_tokens)
     barred = _barred(request, view, prompts, count, prompt_tokens)
     return IdentifiedPrompt(
-        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, has_media
+        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, image_tokens
     )
 
 
@@ -179,20 +179,23 @@ async def _reproduced(request: Request, view: View) -> _Found:
     return _Found(chains, tokens, kind, "", prompts, key)
 
 
-async def _with_media(request: Request, view: View, reason: str, *, probing: bool) -> _Found:
+async def _with_media(request: Request, pool: Pool, view: View, reason: str, *, probing: bool) -> _Found:
     """Make the prompt of a chat with images as the engines will, or find its certain beginning."""
     rules, identity = view.images, view.identity
     if reason != "parts" or request.unforeseen or rules is None or identity is None or request.endpoint != "chat":
         return await _in_part(request, view, reason)
-    if view.images_wrong and not probing:
+    if (view.images_wrong or pool.image_counts.doubted) and not probing:
         return await _in_part(request, view, "image_wrong")
     try:
-        prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request))
+        prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request), pool.learned.runs)
+    except KnownInPart as why:
+        chains = tuple(chain for chain in why.prompt.chains if chain.hashes)
+        return _Found(chains, why.tokens, "prefix" if chains else "load", why.reason)
     except NotReproducible as why:
         return await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug must not fail the request
         return _unknown(request, error)
-    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key, has_media=True)
+    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key, image_tokens=prompt.image_tokens)
 
 
 async def _in_part(request: Request, view: View, reason: str) -> _Found:

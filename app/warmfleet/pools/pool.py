@@ -11,12 +11,14 @@ from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.idle import Idle
+from warmfleet.pools.image_counts import ImageCounts
 from warmfleet.pools.open_reservations import OpenReservations
 from warmfleet.pools.outliers import Outliers
 from warmfleet.pools.policy import PolicyChoice
 from warmfleet.pools.recent_decisions import RecentDecisions
 from warmfleet.pools.stalled_requests import Tries
 from warmfleet.pools.ttft_window import TtftWindow
+from warmfleet.prompt.learned_images import LearnedImages
 from warmfleet.prompt.popular_prefixes import PopularPrefixes
 from warmfleet.timing import Timing
 
@@ -41,8 +43,9 @@ class Pool:
     ``view`` is the last reading of the fleet and ``read`` is set after the first one. Of this replica are
     ``reservations``, ``tries`` (requests that wait for an engine), ``outliers`` (verdicts on workers), ``ttft``
     (clients' times to first token), ``lead_time`` (how much prefill engines get in advance), ``uses`` (prefixes that
-    prompts share), ``recent`` (last decisions) and ``idle`` (whether no request came lately). ``degraded`` and
-    ``last_known`` choose a worker while Redis cannot.
+    prompts share), ``learned`` and ``image_counts`` (images, and their numbers of tokens, that engines reported),
+    ``recent`` (last decisions) and ``idle`` (whether no request came lately). ``degraded`` and ``last_known`` choose a
+    worker while Redis cannot.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Pool:
         self.ttft = TtftWindow(objective_s)
         self.lead_time = EngineLeadTime(fleet, objective_s)
         self.uses = PopularPrefixes()
+        self.learned = LearnedImages()
+        self.image_counts = ImageCounts()
         self.recent = RecentDecisions()
         self.idle = Idle()
         self.read = asyncio.Event()

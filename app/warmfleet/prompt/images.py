@@ -1,8 +1,9 @@
 """The identifier and the number of tokens that an engine gives to an image of a request, without decoding it. Pure.
 
 vLLM hashes an image with the model's id and its settings. A plugin records the bytes that vLLM hashes before and behind
-the image's own; so the same rule serves every version of vLLM. An image whose identifier or length is not surely known
-raises NotReproducible with the reason. URLs are never fetched.
+the image's own; so the same rule serves every version of vLLM. The tokens follow from the image's size by a formula, or
+an engine has reported them for this identifier (``LearnedImages``). An image whose identifier or tokens are not surely
+known raises NotReproducible with the reason. URLs are never fetched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import binascii
 import hashlib
 from array import array
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pybase64
@@ -19,85 +21,110 @@ from blake3 import blake3
 from warmfleet.prompt.image_header import header_of
 from warmfleet.prompt.media_prefix import MODALITIES, REAL
 from warmfleet.prompt.messages import NotReproducible
-from warmfleet.protocol.image_tokens import FAMILIES
+from warmfleet.protocol.image_tokens import FAMILIES, LEARNED, MAX_ID, MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from warmfleet.prompt.learned_images import Runs
     from warmfleet.protocol.wire import Media
 
     Frame = tuple[bytes, bytes]
 
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256, "sha512": hashlib.sha512}
 KINDS = frozenset({"rgb", "clear", "other"})
+NONE_LEARNED: Mapping[str, Runs] = MappingProxyType({})
 MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
-MAX_TOKENS = 2**20  # most tokens of a prompt's images; a lie about their sizes must not cost memory
-MAX_ID = 256  # most characters of an image's id, which is in the hash of each of the image's blocks
 MAX_IMAGES = 512  # most images of a prompt, because each block's images are searched among all
 
 
 class Item(NamedTuple):
-    """An image as the engine knows it."""
+    """An image as the engine knows it. runs: a token id and how often it stands there, then the next; empty if the
+    announced token alone stands there.
+    """
 
     identifier: str
     tokens: int
+    runs: tuple[int, ...] = ()
 
     @property
     def mark(self) -> str:
         """Stands for the image in a text. Equal marks are equal images; no text is cut within a mark."""
-        name = hashlib.blake2b(f"{self.tokens} {self.identifier}".encode(), digest_size=16).hexdigest()
-        return f"{REAL}{name}{REAL}"
+        named = f"{self.tokens} {self.identifier} {self.runs or ''}".encode()
+        return f"{REAL}{hashlib.blake2b(named, digest_size=16).hexdigest()}{REAL}"
+
+    def ids(self, token_id: int) -> array[int]:
+        """Return the ids that stand in the prompt for this image. token_id: the announced one."""
+        made = array("I")
+        for token, count in zip(self.runs[::2], self.runs[1::2], strict=True):
+            made += array("I", [token]) * count
+        return made or array("I", [token_id]) * self.tokens
+
+
+#: Stands for the first image that is not known. The prompt is known up to this image, and nothing of it stands behind.
+UNKNOWN = Item("", 1)
 
 
 class Images:
     """The images of one prompt: puts marks for them into its text, and their tokens into its ids."""
 
     def __init__(self, rules: ImageRules, items: Sequence[Item], encode: Callable[[str], array[int]]) -> None:
-        """encode: text → ids, as for prompts without images. Raises NotReproducible for too many tokens."""
+        """items: all images, or the known ones before the first that is not known, and UNKNOWN. encode: text → ids, as
+        for prompts without images. Raises NotReproducible for too many tokens.
+        """
         if sum(item.tokens for item in items) > MAX_TOKENS:
             raise NotReproducible("image_size")
         self._rules, self._items, self._encode = rules, items, encode
-        self._tokens = {item.mark.strip(REAL): item.tokens for item in items}
+        self._ids = {item.mark.strip(REAL): item.ids(rules.token_id) for item in items}
 
-    def marked(self, text: str) -> str:
-        """Put the mark of each image in place of the token that the template wrote. Raises NotReproducible."""
+    def marked(self, text: str, count: int) -> tuple[str, str]:
+        """Put the mark of each image in place of the token that the template wrote; returns (text, rest).
+
+        count: the number of all images. rest: the text behind the mark of UNKNOWN. Raises NotReproducible.
+        """
         between = text.split(self._rules.token)
-        if len(between) != len(self._items) + 1 or REAL in text:
+        if len(between) != count + 1 or REAL in text:
             raise NotReproducible("image_place")
-        marks = [item.mark for item in self._items]
-        return "".join([part for pair in zip(between, [*marks, ""], strict=True) for part in pair])
+        head = "".join(
+            [part for pair in zip(between, [item.mark for item in self._items], strict=False) for part in pair]
+        )
+        rest = self._rules.token.join(between[len(self._items) :])
+        return (head, rest) if self._items[-1:] == [UNKNOWN] else (head + rest, "")
 
     def ids(self, text: str) -> array[int]:
-        """Return the ids of a marked text, with each image's token as often as the image has tokens."""
+        """Return the ids of a marked text, with the tokens of each image in place of its mark."""
         parts, token_id = text.split(REAL), self._rules.token_id
-        counts = [self._tokens[name] for name in parts[1::2]]
-        parts[1::2] = [self._rules.token] * len(counts)
+        items = [self._ids[name] for name in parts[1::2]]
+        parts[1::2] = [self._rules.token] * len(items)
         ids, made, at = self._encode("".join(parts)), array("I"), 0
-        if ids.count(token_id) != len(counts):
+        if ids.count(token_id) != len(items):
             raise NotReproducible("image_place")
-        for tokens in counts:
+        for item in items:
             place = ids.index(token_id, at)
-            made += ids[at:place] + array("I", [token_id]) * tokens
+            made += ids[at:place] + item
             at = place + 1
         return made + ids[at:]
 
     def places(self, parts: Sequence[array[int]]) -> list[Media]:
         """Find the images in the ids of a prompt, which come in parts; no image is in two parts.
 
-        Raises NotReproducible if there are other tokens of images, such as special ones that begin every prompt.
+        Each image is found by the announced token, which it has. Raises NotReproducible if there are other such tokens,
+        for example special ones that begin every prompt.
         """
         found: list[Media] = []
         token_id, begin = self._rules.token_id, 0
-        if sum(ids.count(token_id) for ids in parts) != sum(item.tokens for item in self._items):
+        waiting = [(item, self._ids[item.mark.strip(REAL)]) for item in reversed(self._items)]
+        if sum(ids.count(token_id) for ids in parts) != sum(own.count(token_id) for _, own in waiting):
             raise NotReproducible("image_place")
-        waiting = list(reversed(self._items))
         for ids in parts:
             at, left = 0, ids.count(token_id)
             while left > 0 and waiting:
-                item = waiting.pop()
-                at = ids.index(token_id, at)
+                item, own = waiting.pop()
+                at = ids.index(token_id, at) - own.index(token_id)
+                if at < 0 or ids[at : at + len(own)] != own:
+                    raise NotReproducible("image_place")
                 found.append((begin + at, item.tokens, item.identifier))
-                at, left = at + item.tokens, left - item.tokens
+                at, left = at + len(own), left - own.count(token_id)
             begin += len(ids)
         return found
 
@@ -106,10 +133,10 @@ class Images:
 class ImageRules:
     """The rules that an API server announced for its images (fact ``images``).
 
-    token, token_id: stand in the prompt as often as the image has tokens. family, parameters: see ``image_tokens``.
-    algorithm: a key of HASHES. framed: the length of the image's bytes is hashed before them. frames: by the kind of
-    the image (``image_header``), the bytes hashed before and behind its own; ``uuid``: those around a client's id,
-    missing if that is the identifier itself.
+    token, token_id: the template writes it once for each image; the engine puts the image's tokens, among which it is,
+    in its place. family, parameters: see ``image_tokens``. algorithm: a key of HASHES. framed: the length of the
+    image's bytes is hashed before them. frames: by the kind of the image (``image_header``), the bytes hashed before
+    and behind its own; ``uuid``: those around a client's id, missing if that is the identifier itself.
     """
 
     token: str
@@ -124,7 +151,7 @@ class ImageRules:
     def of(cls, fact: Any) -> ImageRules | None:
         """Read the announced fact; None if there is none, or a family or hash that is not known here."""
         try:
-            _, names = FAMILIES[fact["family"]]
+            names = () if fact["family"] == LEARNED else FAMILIES[fact["family"]][1]
             frames = {
                 kind: (bytes.fromhex(before), bytes.fromhex(behind))
                 for kind, (before, behind) in fact["frames"].items()
@@ -142,32 +169,61 @@ class ImageRules:
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
         short = all(len(part) <= MAX_FRAME_BYTES for frame in frames.values() for part in frame)
-        usable = rules.token and 0 <= rules.token_id < 2**32 and min(parameters) > 0 and rules.algorithm in HASHES
+        usable = (
+            rules.token and 0 <= rules.token_id < 2**32 and min(parameters, default=1) > 0 and rules.algorithm in HASHES
+        )
         return rules if usable and short and frames.keys() >= KINDS else None
 
-    def item(self, part: Mapping[str, Any], rename: Callable[[str], str] | None = None) -> Item:
-        """Identify the image of a content part. rename: gives the id in place of the client's. Raises NotReproducible.
+    def item(
+        self,
+        part: Mapping[str, Any],
+        rename: Callable[[str], str] | None = None,
+        learned: Mapping[str, Runs] = NONE_LEARNED,
+    ) -> Item:
+        """Identify the image of a content part. rename: gives the id in place of the client's. learned: what
+        engines have reported, by identifier. Raises NotReproducible.
 
         Takes 0.5 ms for an image of 1 MB.
         """
         kind = MODALITIES[part["type"]]
         if kind != "image" or part["type"] == "image_embeds":
             raise NotReproducible(kind if kind != "image" else "image_format")
-        data = _data(part)
+        own = self._own(part.get("uuid"), rename)
+        try:
+            data = _data(part)
+        except NotReproducible as why:
+            if own is None or why.reason not in ("image_id", "image_url"):
+                raise
+            return self._learned(own, learned, why.reason)
         width, height, mode = header_of(data)
+        identifier = self._hash(data, mode) if own is None else own
+        if self.family == LEARNED:
+            return self._learned(identifier, learned, "image_new")
         formula, _ = FAMILIES[self.family]
         tokens = formula(width, height, *self.parameters)
         if not 0 < tokens <= MAX_TOKENS:
             raise NotReproducible("image_size")
-        uuid = part.get("uuid")
+        return Item(identifier, tokens)
+
+    def _own(self, uuid: Any, rename: Callable[[str], str] | None) -> str | None:
+        """Return the identifier of an image with this client's id; None without one. Raises NotReproducible."""
         if uuid is None:
-            return Item(self._hash(data, mode), tokens)
+            return None
         if not isinstance(uuid, str) or not uuid:
             raise NotReproducible("image_id")
         own = rename(uuid) if rename is not None else uuid
         if len(own) > MAX_ID:
             raise NotReproducible("image_id")
-        return Item(self._hash(own.encode(), "uuid") if "uuid" in self.frames else own, tokens)
+        return self._hash(own.encode(), "uuid") if "uuid" in self.frames else own
+
+    def _learned(self, identifier: str, learned: Mapping[str, Runs], reason: str) -> Item:
+        """Return the image as an engine reported it. reason: why there is no other way to know it."""
+        runs = learned.get(identifier)
+        if runs is None:
+            raise NotReproducible(reason)
+        if self.token_id not in runs[::2]:
+            raise NotReproducible("image_place")
+        return Item(identifier, sum(runs[1::2]), runs)
 
     def _hash(self, data: bytes, kind: str) -> str:
         before, behind = self.frames[kind]

@@ -198,7 +198,8 @@ class Prompt:
     """A prompt of a request as the engines see it: its ids in parts, and a chain for each hasher.
 
     known_tokens: the number of ids taken from earlier prompts. nodes: the trie's nodes that have the first parts, in
-    order (the last may be an Ending). shared: the last node that an earlier prompt had, too, or None.
+    order (the last may be an Ending). shared: the last node that an earlier prompt had, too, or None. image_tokens: the
+    number of ids that stand for images.
     """
 
     parts: Sequence[array[int]]
@@ -207,6 +208,7 @@ class Prompt:
     known_tokens: int = 0
     nodes: Sequence[Node | Ending] = ()
     shared: Node | None = None
+    image_tokens: int = 0
 
     @property
     def ids(self) -> list[int]:

@@ -17,8 +17,8 @@ import orjson
 from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.dialects.messages_request import with_system_first
 from warmfleet.prompt.dialects.responses_request import with_names_first
-from warmfleet.prompt.images import MAX_IMAGES, Images
-from warmfleet.prompt.media_prefix import agreed, as_engine, variants
+from warmfleet.prompt.images import MAX_IMAGES, NONE_LEARNED, UNKNOWN, Images
+from warmfleet.prompt.media_prefix import MODALITIES, agreed, as_engine, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import NO_IDS, Prompt, Reading, Trie
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Hasher, Lora
     from warmfleet.prompt.chat_template import ChatTemplate
-    from warmfleet.prompt.images import ImageRules
+    from warmfleet.prompt.images import ImageRules, Item
+    from warmfleet.prompt.learned_images import Runs
     from warmfleet.prompt.media_prefix import Change
     from warmfleet.prompt.messages import Format, Message
     from warmfleet.prompt.prefix_trie import Node
@@ -42,6 +43,16 @@ FAST_FACTOR = 20  # number of times INLINE_CHARACTERS that the fast tokenizer re
 
 Result = TypeVar("Result")
 Rendering = tuple["list[Message]", dict[str, Any], dict[str, Any]]
+
+
+class KnownInPart(NotReproducible):
+    """A prompt is known up to an image that is not known, whose first token is the last of ``prompt``. Its chains have
+    the blocks before that token. tokens: about as many as the whole prompt has.
+    """
+
+    def __init__(self, reason: str, prompt: Prompt, tokens: int) -> None:
+        super().__init__(reason)
+        self.prompt, self.tokens = prompt, tokens
 
 
 class WorkerTemplate(Protocol):
@@ -158,8 +169,18 @@ class Identity:
         """Make the ids alone, one list for each prompt. Raises NotReproducible with the reason."""
         return [prompt.ids for prompt in await self.prompts(request, (), None, inline_characters)]
 
-    async def with_images(self, request: Request, rules: ImageRules, hashers: tuple[Hasher, ...], lora: Lora) -> Prompt:
-        """Make the prompt of a chat with images. Raises NotReproducible with the reason."""
+    async def with_images(
+        self,
+        request: Request,
+        rules: ImageRules,
+        hashers: tuple[Hasher, ...],
+        lora: Lora,
+        learned: Mapping[str, Runs] = NONE_LEARNED,
+    ) -> Prompt:
+        """Make the prompt of a chat with images. learned: see ``ImageRules.item``.
+
+        Raises NotReproducible with the reason, or KnownInPart if the first image that is not known has a known place.
+        """
         template = self._template
         if template is None or not self._multimodal:
             raise NotReproducible("parts")
@@ -171,7 +192,8 @@ class Identity:
 
         def read() -> Prompt:
             base = self._readings[request.add_special_tokens]
-            images = Images(rules, [rules.item(part, request.media_id) for part in parts], base.encode)
+            items, reason = _items(rules, parts, request.media_id, learned)
+            images = Images(rules, items, base.encode)
             reading = replace(
                 base,
                 name=("images", base.name, rules.token_id),  # not that of texts, in which a client may write a mark
@@ -181,7 +203,12 @@ class Identity:
                 lora=lora,
                 media=images.places,
             )
-            return self._read_now(images.marked(text), reading)
+            marked, rest = images.marked(text, len(parts))
+            prompt = self._read_now(marked, reading)
+            if reason:
+                raise KnownInPart(reason, prompt, prompt.tokens + len(base.encode(rest)))
+            prompt.image_tokens = sum(item.tokens for item in items)
+            return prompt
 
         return await self._in_executor(read)
 
@@ -292,6 +319,24 @@ class Identity:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
         finally:
             self._waiting -= 1
+
+
+def _items(
+    rules: ImageRules, parts: Sequence[Any], rename: Callable[[str], str] | None, learned: Mapping[str, Runs]
+) -> tuple[list[Item], str]:
+    """Return the images of these parts up to the first that is not known, which is UNKNOWN, and why it is not known.
+
+    Raises NotReproducible for other parts than images: their place is not looked for.
+    """
+    items: list[Item] = []
+    for part in parts:
+        try:
+            items.append(rules.item(part, rename, learned))
+        except NotReproducible as why:
+            if any(MODALITIES[other["type"]] != "image" for other in parts):
+                raise
+            return [*items, UNKNOWN], why.reason
+    return items, ""
 
 
 def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:

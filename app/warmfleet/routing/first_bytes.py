@@ -30,7 +30,7 @@ class FirstBytes:
         events: the answer is a stream of events.
         """
         streams = events and status < 400
-        if (decision.approximate or decision.session) and status == 200:
+        if (decision.approximate or decision.session or attempt.chosen.prompt.image_tokens) and status == 200:
             kind = ResponsesTail if job.call.path.form == "responses" else AnswerTail
             attempt.tail = kind(whole or b"")
         if attempt.on_first_byte is not None:

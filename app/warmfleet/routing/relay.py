@@ -98,11 +98,8 @@ class Relay:
                 begun = response.status in (500, 504)
                 raise UpstreamGone(f"The worker answered {response.status}.", refused=not begun, answered=True)
             ended = await self._relay(job, attempt, decision, response, answer, tried_elsewhere)
-            if attempt.tail is not None and decision.approximate:
-                view = booking.pool.view
-                held = self._cache_reports.held_blocks(view, booking.prompt, decision, attempt.tail.usage())
-                if held is not None:
-                    attempt.shortfall = Shortfall(held, time.perf_counter() - job.call.received_at)
+            if attempt.tail is not None:
+                self._look_at_usage(job, attempt, decision, attempt.tail)
             return ended  # noqa: TRY300  an else would part the steps
         except UpstreamError as error:
             attempt.record.failed(error)
@@ -110,6 +107,18 @@ class Relay:
         finally:
             attempt.record.came(response)
             response.close()  # an answer that is not complete is aborted, so that the engine stops its work
+
+    def _look_at_usage(self, job: Job, attempt: Attempt, decision: Decision, tail: AnswerTail) -> None:
+        """Compare the tokens that the answer reports with those that were expected."""
+        booking = attempt.chosen
+        pool, prompt = booking.pool, booking.prompt
+        if decision.approximate:
+            held = self._cache_reports.held_blocks(pool.view, prompt, decision, tail.usage())
+            if held is not None:
+                attempt.shortfall = Shortfall(held, time.perf_counter() - job.call.received_at)
+        if prompt.image_tokens and (reported := tail.image_tokens()) is not None:
+            result = pool.image_counts.compare(prompt.image_tokens, reported)
+            self._metrics.image_counts.labels(result, pool.tag).inc()
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""

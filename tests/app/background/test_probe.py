@@ -83,20 +83,7 @@ async def test_a_worker_that_hashes_or_counts_images_otherwise_keeps_its_texts(
     rule = image_fact("m", token="\0", token_id=token_id, parameters={"tokens": 30})
     facts = {"multimodal": True, "placeholders": {"image": "\0"}, "images": rule}
     async with simulated(valkey_url, model, facts=facts) as engine:
-        tokenizer = engine.engine.tokenizer
-        chat_ids = tokenizer.chat_ids
-
-        def with_images(body: dict[str, Any]) -> list[int]:
-            """vLLM puts images in front of a message's text."""
-            made = []
-            for message in body["messages"]:
-                parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
-                texts = [part.get("text", "\0") for part in sorted(parts, key=lambda part: "text" in part)]
-                made.append(message | {"content": "\n".join(texts)})
-            ids = chat_ids(body | {"messages": made})
-            return [each for one in ids for each in [one] * (counted if one == token_id else 1)]
-
-        tokenizer.chat_ids = with_images  # type: ignore[method-assign]
+        engine.see(token_id, counted)
         async with replica(valkey_url, model, blocks_timeout_s=1.0) as router:
             view = (await proofs(router, eng="proven"))["eng"]
             assert view.record["cause"] == "image"

@@ -471,10 +471,10 @@ def test_a_prompt_with_images_does_not_go_on() -> None:
     call = SimpleNamespace(
         body=json.dumps(body).encode(), hints=SimpleNamespace(continues=None), path=SimpleNamespace(form="chat")
     )
-    for has_media in (False, True):
-        prompt = IdentifiedPrompt((), 20, 1, "exact", has_media=has_media)
+    for images in (0, 5):
+        prompt = IdentifiedPrompt((), 20, 1, "exact", image_tokens=images)
         job = Job(call, parse("chat", call.body), call.body, None, prompt, ())  # type: ignore[arg-type]
-        assert (made.prepared(job).continuable is None) == has_media
+        assert (made.prepared(job).continuable is None) == bool(images)
 
 
 # ---------------------------------------------------------------- the reader of a stream

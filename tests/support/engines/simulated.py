@@ -97,6 +97,23 @@ class Simulated:
         scheduler = self.engine.core.scheduler
         scheduler.scheme, scheduler.limits = scheme, Limits(max_model_len=8_192, block_tokens=scheme.block_tokens)
 
+    def see(self, token_id: int | None, tokens: int) -> None:
+        """Take chats with images, which have this token so often; the token's text is a zero byte."""
+        tokenizer = self.engine.tokenizer
+        chat_ids = tokenizer.chat_ids
+
+        def with_images(body: dict[str, Any]) -> list[int]:
+            """vLLM puts images in front of a message's text."""
+            made = []
+            for message in body["messages"]:
+                parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+                texts = [part.get("text", "\0") for part in sorted(parts, key=lambda part: "text" in part)]
+                made.append(message | {"content": "\n".join(texts)})
+            ids = chat_ids(body | {"messages": made})
+            return [each for one in ids for each in [one] * (tokens if one == token_id else 1)]
+
+        tokenizer.chat_ids = with_images  # type: ignore[method-assign]
+
     def evict_at_once(self) -> None:
         """From now on evict the blocks of a request as soon as it ends: the worst load of another tenant."""
         scheduler = self.engine.core.scheduler

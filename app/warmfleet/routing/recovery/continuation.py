@@ -105,7 +105,7 @@ class Continuation:
         data = decoded(call.body)
         if not (asked or whole(data.get("temperature")) == 0) or not continuable(data):
             return job
-        if job.prompt.has_media or job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
+        if job.prompt.image_tokens or job.prompt.prompt_count != 1 or job.prompt.prompt_tokens >= MAX_KEPT_TOKENS:
             return job
         limit, least = request.max_tokens, whole(data.get("min_tokens")) or 0
         if request.endpoint == "completions" and limit is None:

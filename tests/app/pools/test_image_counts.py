@@ -1,0 +1,82 @@
+"""Answers that report other numbers of image tokens than predicted end the trust in a pool's rule for a while."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tests.app.prompt.test_images import RGB, part
+from tests.support.engines.simulated import identity as simulated_identity
+from tests.support.engines.simulated import simulated
+from tests.support.polling import poll
+from tests.support.replicas.replica import replica
+from tests.support.requests.image_rules import fact
+
+from warmfleet.pools.image_counts import DOUBT_S, WRONG_IN_A_ROW, ImageCounts
+from warmfleet_loadtest.simulator import answers
+from warmfleet_worker.protocol import wire
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def test_only_wrong_numbers_in_a_row_raise_a_doubt_and_it_ends() -> None:
+    now = [100.0]
+    counts = ImageCounts(lambda: now[0])
+    for _ in range(3):
+        for _ in range(WRONG_IN_A_ROW - 1):
+            assert counts.compare(4, 5) == "more"
+        assert counts.compare(4, 4) == "as_predicted"
+    assert not counts.doubted
+    for _ in range(WRONG_IN_A_ROW):
+        assert not counts.doubted
+        assert counts.compare(4, 3) == "fewer"
+    assert counts.doubted
+    now[0] += DOUBT_S
+    assert not counts.doubted
+
+
+async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answers_count_otherwise(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_id = simulated_identity().tokenizer.token_to_id("\u0100")  # byte-level BPE writes a zero byte so
+    facts = {"multimodal": True, "placeholders": {"image": "\0"}}
+    rule = fact("m", token="\0", token_id=token_id, family="learned", parameters={})
+    usage, counted = answers.usage, [640]
+
+    def with_images(*args: Any) -> dict[str, Any]:
+        made = usage(*args)
+        return made | {"prompt_tokens_details": {"multimodal_tokens": {"image": counted[0]}, "cached_tokens": 0}}
+
+    monkeypatch.setattr(answers, "usage", with_images)
+    announced = facts | {"images": rule}
+    async with simulated(valkey_url, model, facts=announced) as engine, replica(valkey_url, model) as router:
+        engine.see(token_id, counted[0])
+        await router.proven()
+        looks = [{"type": "text", "text": "What is this?"}, part(RGB, uuid="mine")]
+        head = {"role": "system", "content": "The quick brown fox jumps over the lazy dog. " * 20}
+        body = {"model": model, "messages": [head, {"role": "user", "content": looks}], "max_tokens": 1}
+
+        async def known() -> tuple[str, str]:
+            explained = json.loads((await router.post(body, "/explain"))[2])
+            return explained["identity"], explained["reason"]
+
+        assert await known() == ("prefix", "image_new")
+        report = wire.dumps(["mine", [3, 1, token_id, 639]])
+        await router.fleet.redis.zadd(router.fleet.keys.images, {report: 1})
+
+        async def exact() -> bool:
+            return await known() == ("exact", "")
+
+        await poll(exact, 10, "the image is known")
+        for _ in range(WRONG_IN_A_ROW - 1):
+            status, _, answer = await router.post(body, "/v1/chat/completions")
+            assert status == 200, answer
+        assert await router.metric('warmfleet_image_counts_total{result="as_predicted"}') == WRONG_IN_A_ROW - 1
+        counted[0] = 641
+        for _ in range(WRONG_IN_A_ROW):
+            assert await exact()
+            status, _, answer = await router.post(body, "/v1/chat/completions")
+            assert status == 200, answer
+        assert await known() == ("prefix", "image_wrong")
+        assert await router.metric('warmfleet_image_counts_total{result="more"}') == WRONG_IN_A_ROW
