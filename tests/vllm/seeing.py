@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("llava", "qwen2_vl")
+#: Models that put other tokens among those of an image, so that routers learn them from reports.
+LEARNED_KINDS = ("pixtral", "idefics3")
 #: What vLLM imports for models that see, with what these need: torchvision for Qwen2-VL, mistral-common for LLaVA.
 VISION: tuple[str, ...] = (
     "torchvision==0.28.0",

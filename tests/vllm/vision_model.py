@@ -1,9 +1,9 @@
 """Write a small random model that sees images, with a real processor, so that real vLLM serves it on a CPU.
 
-    python tests/vllm/vision_model.py OUT qwen2_vl|llava
+    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3
 
-It runs in ``.venv-vllm``. Qwen2-VL needs torchvision (``trees.torchvision``). Answers are nonsense; tokens, hashes and
-the cache are real.
+It runs in ``.venv-vllm`` and needs torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache
+are real. Pixtral ends the rows of an image with other tokens; Idefics3 cuts an image into tiles, with a text between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ sys.path.insert(0, str(ROOT / "loadtest"))
 VOCABULARY = 8_192
 PIXELS = 28 * 28
 MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<image>")
-PLACE = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "llava": "<image>"}
-TOKEN = {"qwen2_vl": "<|image_pad|>", "llava": "<image>"}
+MARKS_OF = {
+    "pixtral": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "idefics3": ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+}
+TOKEN = {"qwen2_vl": "<|image_pad|>", "llava": "<image>", "pixtral": "[IMG]", "idefics3": "<image>"}
+PLACE = TOKEN | {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
@@ -39,8 +43,9 @@ def tokenizer(kind: str) -> Any:
 
     from warmfleet_loadtest.tiny_model import END_OF_TEXT, TURN_END, train_tokenizer
 
-    trained = train_tokenizer(VOCABULARY - len(MARKS))
-    trained.add_special_tokens(list(MARKS))
+    marks = MARKS + MARKS_OF.get(kind, ())
+    trained = train_tokenizer(VOCABULARY - len(marks))
+    trained.add_special_tokens(list(marks))
     fast: Any = PreTrainedTokenizerFast
     return fast(
         tokenizer_object=trained,
@@ -95,13 +100,52 @@ def qwen2_vl(words: Any) -> tuple[Any, Any]:
     return hf.Qwen2VLForConditionalGeneration(config), processor
 
 
+def pixtral(words: Any) -> tuple[Any, Any]:
+    import transformers
+
+    hf: Any = transformers
+    seen = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.LlavaConfig(
+        vision_config=hf.PixtralVisionConfig(**seen, image_size=224, patch_size=16),
+        text_config=hf.Qwen2Config(**TEXT),
+        image_token_index=words.convert_tokens_to_ids("[IMG]"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=True,
+    )
+    eye = hf.PixtralImageProcessor(patch_size={"height": 16, "width": 16}, size={"longest_edge": 224})
+    processor = hf.PixtralProcessor(eye, words, patch_size=16, chat_template=words.chat_template)
+    return hf.LlavaForConditionalGeneration(config), processor
+
+
+def idefics3(words: Any) -> tuple[Any, Any]:
+    import transformers
+
+    hf: Any = transformers
+    seen = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.Idefics3Config(
+        vision_config=seen | {"image_size": 56, "patch_size": 14},
+        text_config=hf.LlamaConfig(**TEXT),
+        image_token_id=words.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    eye = hf.Idefics3ImageProcessor(size={"longest_edge": 168}, max_image_size={"longest_edge": 56})
+    processor = hf.Idefics3Processor(eye, words, image_seq_len=4, chat_template=words.chat_template)
+    return hf.Idefics3ForConditionalGeneration(config), processor
+
+
+MAKERS = {"llava": llava, "qwen2_vl": qwen2_vl, "pixtral": pixtral, "idefics3": idefics3}
+
+
 def main() -> None:
     import torch
 
     out, kind = Path(sys.argv[1]), sys.argv[2]
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    network, processor = {"llava": llava, "qwen2_vl": qwen2_vl}[kind](tokenizer(kind))
+    network, processor = MAKERS[kind](tokenizer(kind))
     network.to(torch.float32).save_pretrained(out)
     processor.save_pretrained(out)
 

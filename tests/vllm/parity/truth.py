@@ -12,8 +12,10 @@ from warmfleet.prompt.block_hashes import MAX_BLOCKS, Hasher
 from warmfleet.prompt.dialects import bodies
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.prompt.images import ImageRules
+from warmfleet.prompt.learned_images import LearnedImages
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.protocol.wire import HASH_BYTES, Scheme
+from warmfleet_worker.seen_images import SeenImages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,21 +89,32 @@ class Truth:
 
 
 async def compare(
-    truth: Truth, identity: Identity, random_requests: Sequence[RandomRequest], schemes: Sequence[tuple[str, int]]
+    truth: Truth,
+    identity: Identity,
+    random_requests: Sequence[RandomRequest],
+    schemes: Sequence[tuple[str, int]],
+    learned: LearnedImages | None = None,
 ) -> Counts:
-    """Compare vLLM with the router's own code, request by request, and count the results."""
-    counts = Counts()
+    """Compare vLLM with the router's own code, request by request, and count the results.
+
+    learned: gets what an engine reports of each request's images, behind the request.
+    """
+    counts, seen, images = Counts(), SeenImages(), learned or LearnedImages()
     hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
     for ask, answer in zip(random_requests, truth.answers(identity.key, random_requests, schemes), strict=True):
         if "refused" in answer:
             counts.refused[answer["refused"][:60]] += 1
             continue
         try:
-            request, made = await _routed(identity, ask, hashers, truth.models[identity.key]["facts"].get("images"))
+            facts = truth.models[identity.key]["facts"]
+            request, made = await _routed(identity, ask, hashers, facts.get("images"), images)
         except (NotReproducible, BadRequest) as error:
             reason = error.reason if isinstance(error, NotReproducible) else f"400 {error}"
             counts.fallback[reason] += 1
             continue
+        finally:
+            if learned is not None:
+                _learn(answer, seen, learned)
         why = _difference(made, answer, hashers, (request.salt, ask.lora))
         if why:
             counts.different.append((ask, why))
@@ -111,15 +124,22 @@ async def compare(
     return counts
 
 
+def _learn(answer: dict[str, Any], seen: SeenImages, learned: LearnedImages) -> None:
+    for prompt, media in zip(answer["prompts"], answer["media"], strict=True):
+        for offset, length, identifier in media:
+            seen.note(identifier, prompt, offset, length)
+    assert all(learned.take(report.encode()) for report in seen.reports(1_000))
+
+
 async def _routed(
-    identity: Identity, ask: RandomRequest, hashers: tuple[Hasher, ...], images: Any
+    identity: Identity, ask: RandomRequest, hashers: tuple[Hasher, ...], images: Any, learned: LearnedImages
 ) -> tuple[Request, list[Prompt]]:
     request = bodies.parse(PATHS[ask.endpoint], ask.raw)
     if request.unforeseen:
         raise NotReproducible(request.unforeseen)
     rules = ImageRules.of(images)
     if rules is not None and b'"image' in ask.raw:
-        return request, [await identity.with_images(request, rules, hashers, ask.lora)]
+        return request, [await identity.with_images(request, rules, hashers, ask.lora, learned.runs)]
     return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)
 
 
