@@ -5,9 +5,9 @@ slots, or one that shows that the stream was made anew or breaks the rules.
 
 Guarantee: each entry is applied exactly once, whichever replicas call apply and however often: the call that applies
 an entry also moves the cursor and trims the entry. A stream changes only the slots, the record, the row and the leases
-of its own worker, and the blocks of the stores that it reads. While Redis is short of memory (tick decides that) no
-block is inserted and no digest is compared; a worker whose blocks were left out is PARTIAL until the index equals its
-engine's block table again.
+of its own worker, the blocks of the stores that it reads, and the pool's reports of images. While Redis is short of
+memory (tick decides that) no block is inserted, no digest is compared and no image is reported; a worker whose blocks
+were left out is PARTIAL until the index equals its engine's block table again.
 
 ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
 Returns: {entries that were applied, block hashes in these entries, next, suspect}
@@ -18,7 +18,7 @@ Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker
       x:<hash>, c:<slot>:<id>
 --]]
 local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
-  counts_key, tick_key, sets_key, tiers_key, stores_key, images_key = unpack(KEYS)
+  counts_key, tick_key, sets_key, tiers_key, stores_key, images_key, servers_key = unpack(KEYS)
 local prefix, worker_id, max_blocks = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local stream, shadow_name = "events:" .. worker_id, "~" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
@@ -79,7 +79,7 @@ local operation = {} -- name -> function(data, time in ms), which returns false 
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
 local change, room = add_block_events(state, operation, count, lost)
 add_progress(state, operation, lease_key, count, parse_list, integers);
-(include "apply/images")(state, operation, images_key, clock)
+(include "apply/images")(state, operation, images_key, servers_key, clock, count, parse_list, integers)
 local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL,
   { sets_key, tiers_key, retired_key, digest_key, stores_key }, count, ask_resync, integers, change, room)
 

@@ -278,7 +278,9 @@ class Metrics:
             "result model",
         )
         self.image_reports = self._counter(
-            "image_reports", "Reports of engines about images: `read` or `malformed`", "result model"
+            "image_reports",
+            "Reports of engines about images: `read`, `malformed`, or `other`: the engine has other settings",
+            "result model",
         )
         self.asked = self._counter(
             "asked_engines",

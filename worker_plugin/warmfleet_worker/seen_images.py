@@ -2,7 +2,7 @@
 
 The engine's thread notes identifier and tokens of each image of a request; the publisher's thread makes reports of
 them. The tokens of an identifier do not change, so each is told once, and again after AGAIN_SECONDS if it is still
-seen, because Redis forgets an image after a day. Both memories are bounded.
+seen, because Redis keeps only the images of a pool that were told last. Both memories are bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.warmfleet")
 
 MOST_TOLD = 4_096  # most identifiers that are known as told, as many as Redis keeps for a pool
 MOST_WAITING = 256  # most images that wait for the publisher: 10 MB of token ids if each has 5,000
-AGAIN_SECONDS = 3_600.0
+AGAIN_SECONDS = 300.0
 
 
 class SeenImages:
@@ -53,7 +53,7 @@ class SeenImages:
             self._waiting.append((identifier, prompt[offset : offset + length]))
 
     def begin_anew(self) -> None:
-        """Tell all images again when they are seen, because Redis may have lost them, or the pool is another."""
+        """Tell all images again when they are seen: reports may have been lost, or the pool is another."""
         with self._lock:
             self._told.clear()
 

@@ -338,6 +338,7 @@ class WorkerPublisher:
     def _begin_snapshot(self, command_id: str | None) -> None:
         self._snapshot = Snapshot(self._cut(), self._main.transitions.pick, command_id)
         self._snapshot_request = None
+        self.images.begin_anew()
         self._stream.put("begin", self._snapshot.begin())
         self._due.command = 0.0
 

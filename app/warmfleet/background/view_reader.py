@@ -19,6 +19,7 @@ from warmfleet.background.supervisor import stop
 from warmfleet.background.vouching import ASK_AFTER_S
 from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.artifacts import BadArtifact
+from warmfleet.fleet.image_reports import AT_ONCE as IMAGES_AT_ONCE
 from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
 from warmfleet.pools.capabilities import token_capability
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
@@ -47,6 +48,7 @@ MAX_FAILED_LOADS = 256
 #: Most pools that are read at once, and the pause before the next ones. Each reading takes a quarter of a millisecond
 #: of this process, so 64 readings at once would keep every request waiting.
 AT_ONCE, TURN_S = 8, 0.05
+IMAGE_PAGES = 4  # most pages of reports about images in a round, so that a new replica has read all after 32 rounds
 
 
 class ViewReader:
@@ -100,7 +102,10 @@ class ViewReader:
 
         async def read(turn: int) -> None:
             await asyncio.sleep(turn * TURN_S)
-            await as_answered({pool.fleet.workers.reading(): pool for pool in turns[turn]}, self._refresh)
+            try:
+                await as_answered({pool.fleet.workers.reading(): pool for pool in turns[turn]}, self._refresh)
+            finally:
+                await all_of(map(self._learn, turns[turn]))
 
         try:
             await all_of(map(read, range(len(turns))))
@@ -127,9 +132,15 @@ class ViewReader:
             pool.show(view)
         others = [other.view.workers for other in self._pools.named(pool.name) if other is not pool]
         self._metrics.given_up.inc(pool.tries.look(workers, time.perf_counter(), others))
-        if pool.view.images is not None:
-            for report in await pool.fleet.images.news():
-                self._metrics.image_reports.labels("read" if pool.learned.take(report) else "malformed", pool.tag).inc()
+
+    async def _learn(self, pool: Pool) -> None:
+        """Read what engines have reported of images, a page at a time: requests come in between."""
+        for _ in range(IMAGE_PAGES if pool.view.images is not None else 0):
+            news = await pool.fleet.images.news()
+            for report, told_at in news.items():
+                self._metrics.image_reports.labels(pool.learned.take(report, told_at), pool.tag).inc()
+            if len(news) < IMAGES_AT_ONCE:
+                break
 
     def _derive(self, pool: Pool, workers: Sequence[WorkerView], standing: list[tuple[object, ...]]) -> View:
         """Derive the view of these workers from scratch."""

@@ -55,8 +55,9 @@ class AnswerTail:
 
     def image_tokens(self) -> int | None:
         """Return the tokens of the prompt's images; None if the tail does not tell, as before vLLM 0.32."""
-        found = _IMAGES.findall(self._tail)
-        return int(found[-1]) if found else None
+        _, details, told = self._tail.rpartition(b'"prompt_tokens_details"')
+        found = _IMAGES.search(told) if details else None
+        return int(found[1]) if found else None
 
     def context_tokens(self) -> int:
         """Return the tokens of prompt and answer together; 0 if the tail has no usage."""
@@ -80,6 +81,10 @@ class ResponsesTail(AnswerTail):
         if not self._calls and _CALL.search(self._tail[-_LONGEST_CALL:] + piece):
             self._calls = True
         super().add(piece)
+
+    def image_tokens(self) -> int | None:
+        """Return None: this API does not tell them, and a client's JSON schema is in the tail, too."""
+        return None
 
     def finish(self) -> Finish:
         return "t" if self._calls else "o" if self.usage() is not None else "?"

@@ -45,7 +45,8 @@ class IdentifiedPrompt:
     ``reason`` says why a prompt is not wholly known; it is empty for a prompt that is.
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
     template that made them. ``unable_workers`` cannot serve the request at all. ``image_tokens``: tokens of images
-    in an exact prompt; with any, no engine takes the prompt as token ids.
+    in an exact prompt; with any, no engine takes the prompt as token ids. ``named_images``: a client named one by an id
+    of its own.
     """
 
     chains: tuple[Chain, ...]
@@ -58,6 +59,7 @@ class IdentifiedPrompt:
     identity_key: str = ""
     unable_workers: tuple[str, ...] = ()
     image_tokens: int = 0
+    named_images: bool = False
 
     @property
     def beginning(self) -> bytes:
@@ -75,6 +77,7 @@ class _Found(NamedTuple):
     prompts: tuple[Prompt, ...] = ()
     identity_key: str = ""
     image_tokens: int = 0
+    named_images: bool = False
 
 
 async def identify_here(request: Request, pool: Pool, *, probing: bool = False) -> IdentifiedPrompt:
@@ -121,12 +124,12 @@ def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedP
 
 
 def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt:
-    chains, prompt_tokens, kind, reason, prompts, identity_key, image_tokens = found
+    chains, prompt_tokens, kind, reason, prompts, identity_key, image_tokens, named = found
     count = len(request.prompts) or 1
     decode_tokens = requests.decode_tokens(request, prompt_tokens)
     barred = _barred(request, view, prompts, count, prompt_tokens)
     return IdentifiedPrompt(
-        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, image_tokens
+        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, image_tokens, named
     )
 
 
@@ -187,7 +190,7 @@ async def _with_media(request: Request, pool: Pool, view: View, reason: str, *, 
     if (view.images_wrong or pool.image_counts.doubted) and not probing:
         return await _in_part(request, view, "image_wrong")
     try:
-        prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request), pool.learned.runs)
+        prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request), pool.learned.find)
     except KnownInPart as why:
         chains = tuple(chain for chain in why.prompt.chains if chain.hashes)
         return _Found(chains, why.tokens, "prefix" if chains else "load", why.reason)
@@ -195,7 +198,8 @@ async def _with_media(request: Request, pool: Pool, view: View, reason: str, *, 
         return await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug must not fail the request
         return _unknown(request, error)
-    return _Found(prompt.chains, prompt.tokens, "exact", identity_key=identity.key, image_tokens=prompt.image_tokens)
+    images = prompt.image_tokens, prompt.named_images
+    return _Found(prompt.chains, prompt.tokens, "exact", "", (), identity.key, *images)
 
 
 async def _in_part(request: Request, view: View, reason: str) -> _Found:

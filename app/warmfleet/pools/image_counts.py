@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WRONG_IN_A_ROW = 3  # one alone may be a client that gave the id of one image to another
+WRONG_IN_A_ROW = 3  # one alone may come from an engine that began anew with other settings
 DOUBT_S = 600.0  # the time between two probes
 
 
@@ -29,12 +29,14 @@ class ImageCounts:
         """Whether prompts count as known up to their first image only."""
         return self._clock() < self._doubted_until
 
-    def compare(self, predicted: int, reported: int) -> str:
-        """Take an answer's report; return its label in the metrics."""
-        if predicted == reported:
-            self._wrong = 0
-            return "as_predicted"
-        self._wrong += 1
-        if self._wrong >= WRONG_IN_A_ROW:
-            self._wrong, self._doubted_until = 0, self._clock() + DOUBT_S
-        return "more" if reported > predicted else "fewer"
+    def compare(self, predicted: int, reported: int, *, named: bool = False) -> str:
+        """Take an answer's report; return its label in the metrics.
+
+        named: a client named an image by an id of its own. Such answers raise and end no doubt, because a client may
+        give one id to several images.
+        """
+        if not named:
+            self._wrong = 0 if predicted == reported else self._wrong + 1
+            if self._wrong >= WRONG_IN_A_ROW:
+                self._wrong, self._doubted_until = 0, self._clock() + DOUBT_S
+        return "as_predicted" if predicted == reported else "more" if reported > predicted else "fewer"

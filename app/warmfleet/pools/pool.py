@@ -122,6 +122,9 @@ class Pool:
         if block_tokens != constants.block_tokens or prices != constants.label_prices:
             self.fleet.use(block_tokens=block_tokens, label_prices=prices)
         self.lead_time.steps(view.step_s)
+        if view.images is not None and view.images.made != self.learned.made:
+            self.learned = LearnedImages(view.images.made)
+            self.fleet.images.begin_anew()
         self.read.set()
         self.last_known.show(view)
 

@@ -12,7 +12,6 @@ import binascii
 import hashlib
 from array import array
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pybase64
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
     from warmfleet.protocol.wire import Media
 
     Frame = tuple[bytes, bytes]
+    Learned = Callable[[str], Runs | None]  # LearnedImages.find
 
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256, "sha512": hashlib.sha512}
 KINDS = frozenset({"rgb", "clear", "other"})
-NONE_LEARNED: Mapping[str, Runs] = MappingProxyType({})
 MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
 MAX_IMAGES = 512  # most images of a prompt, because each block's images are searched among all
 
@@ -129,6 +128,11 @@ class Images:
         return found
 
 
+def none_learned(_identifier: str) -> Runs | None:
+    """Know no image from reports."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRules:
     """The rules that an API server announced for its images (fact ``images``).
@@ -136,7 +140,8 @@ class ImageRules:
     token, token_id: the template writes it once for each image; the engine puts the image's tokens, among which it is,
     in its place. family, parameters: see ``image_tokens``. algorithm: a key of HASHES. framed: the length of the
     image's bytes is hashed before them. frames: by the kind of the image (``image_header``), the bytes hashed before
-    and behind its own; ``uuid``: those around a client's id, missing if that is the identifier itself.
+    and behind its own; ``uuid``: those around a client's id, missing if that is the identifier itself. made: stands
+    for what the engine makes of some images. Engines with other settings may give an image other tokens.
     """
 
     token: str
@@ -146,6 +151,7 @@ class ImageRules:
     algorithm: str
     framed: bool
     frames: Mapping[str, Frame]
+    made: str = ""
 
     @classmethod
     def of(cls, fact: Any) -> ImageRules | None:
@@ -165,6 +171,7 @@ class ImageRules:
                 str(fact["algorithm"]),
                 fact["framed"] is True,
                 frames,
+                str(fact.get("made", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
@@ -178,10 +185,10 @@ class ImageRules:
         self,
         part: Mapping[str, Any],
         rename: Callable[[str], str] | None = None,
-        learned: Mapping[str, Runs] = NONE_LEARNED,
+        learned: Learned = none_learned,
     ) -> Item:
-        """Identify the image of a content part. rename: gives the id in place of the client's. learned: what
-        engines have reported, by identifier. Raises NotReproducible.
+        """Identify the image of a content part. rename: gives the id in place of the client's. learned: finds
+        what engines have reported, by identifier. Raises NotReproducible.
 
         Takes 0.5 ms for an image of 1 MB.
         """
@@ -216,9 +223,9 @@ class ImageRules:
             raise NotReproducible("image_id")
         return self._hash(own.encode(), "uuid") if "uuid" in self.frames else own
 
-    def _learned(self, identifier: str, learned: Mapping[str, Runs], reason: str) -> Item:
+    def _learned(self, identifier: str, learned: Learned, reason: str) -> Item:
         """Return the image as an engine reported it. reason: why there is no other way to know it."""
-        runs = learned.get(identifier)
+        runs = learned(identifier)
         if runs is None:
             raise NotReproducible(reason)
         if self.token_id not in runs[::2]:

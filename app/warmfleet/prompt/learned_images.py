@@ -7,41 +7,78 @@ runs. Reports come from workers' streams: each is checked, and the number and si
 from __future__ import annotations
 
 import json
-from types import MappingProxyType
-from typing import Any
+import threading
+import time
+from array import array
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from warmfleet.protocol.image_tokens import MAX_ID, MAX_IMAGE_BYTES, MAX_TOKENS
 
-Runs = tuple[int, ...]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-MAX_LEARNED = 4_096  # most images, as many as Redis keeps for a pool; 40 MB if each has as many runs as a report holds
+Runs = tuple[int, ...]
+Taken = Literal["read", "malformed", "other"]
+
+MAX_LEARNED = 4_096  # most images, as many as Redis keeps for a pool; 35 MB if each has as many runs as a report holds
+KEPT_S = 86_400.0  # time after an image was told last, as in lua/parts/apply/images.lua
+
+
+class _Learned(NamedTuple):
+    runs: array[int]  # a number takes 4 bytes; in a tuple it takes 36
+    until: float
 
 
 class LearnedImages:
-    """The tokens of images by identifier. The images that were reported first are forgotten first.
+    """The tokens of images by identifier. The images that were told or used first are forgotten first.
 
-
-    runs: of an image: a token id and how often it stands there, then the next.
+    made: stands before each report of an engine with the pool's rules; no other is taken. clock: seconds since 1970.
+    Safe to call from several threads.
     """
 
-    def __init__(self, limit: int = MAX_LEARNED) -> None:
+    def __init__(self, made: str = "", limit: int = MAX_LEARNED, clock: Callable[[], float] = time.time) -> None:
+        self.made = made
         self._limit = limit
-        self._runs: dict[str, Runs] = {}
-        self.runs = MappingProxyType(self._runs)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._images: dict[str, _Learned] = {}
 
-    def take(self, report: bytes) -> bool:
-        """Keep what an engine reports: JSON of identifier and runs. Returns whether it was well-formed."""
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def find(self, identifier: str) -> Runs | None:
+        """Return the runs of an image (a token id, how often it stands there, then the next); None if not known."""
+        with self._lock:
+            found = self._images.pop(identifier, None)
+            if found is None or found.until < self._clock():
+                return None
+            self._images[identifier] = found
+        return tuple(found.runs)
+
+    def take(self, report: bytes, told_at: float) -> Taken:
+        """Keep what an engine reports: JSON of identifier and runs, behind what the engine makes of images.
+
+        told_at: when the engine told it. Returns how the report was: of another form, or of an engine with other rules.
+        """
+        if not report.startswith(self.made.encode()):
+            return "other"
+        text = report[len(self.made) :]
         try:
-            identifier, runs = json.loads(report) if len(report) <= MAX_IMAGE_BYTES else ("", ())
+            identifier, runs = json.loads(text) if len(text) <= MAX_IMAGE_BYTES else ("", ())
         except (ValueError, TypeError, RecursionError):
-            return False
+            return "malformed"
         if not isinstance(identifier, str) or not 0 < len(identifier) <= MAX_ID or not _are_runs(runs):
-            return False
-        self._runs.pop(identifier, None)
-        self._runs[identifier] = tuple(runs)
-        if len(self._runs) > self._limit:
-            del self._runs[next(iter(self._runs))]
-        return True
+            return "malformed"
+        with self._lock:
+            self._images.pop(identifier, None)
+            self._images[identifier] = _Learned(array("I", runs), told_at + KEPT_S)
+            self._forget()
+        return "read"
+
+    def _forget(self) -> None:
+        oldest = next(iter(self._images))
+        if len(self._images) > self._limit or self._images[oldest].until < self._clock():
+            del self._images[oldest]
 
 
 def _are_runs(runs: Any) -> bool:

@@ -199,7 +199,7 @@ class Prompt:
 
     known_tokens: the number of ids taken from earlier prompts. nodes: the trie's nodes that have the first parts, in
     order (the last may be an Ending). shared: the last node that an earlier prompt had, too, or None. image_tokens: the
-    number of ids that stand for images.
+    number of ids that stand for images. named_images: a client named an image by an id of its own.
     """
 
     parts: Sequence[array[int]]
@@ -209,6 +209,7 @@ class Prompt:
     nodes: Sequence[Node | Ending] = ()
     shared: Node | None = None
     image_tokens: int = 0
+    named_images: bool = False
 
     @property
     def ids(self) -> list[int]:

@@ -17,7 +17,7 @@ import orjson
 from warmfleet.prompt.cut_points import Cuts
 from warmfleet.prompt.dialects.messages_request import with_system_first
 from warmfleet.prompt.dialects.responses_request import with_names_first
-from warmfleet.prompt.images import MAX_IMAGES, NONE_LEARNED, UNKNOWN, Images
+from warmfleet.prompt.images import MAX_IMAGES, UNKNOWN, Images, none_learned
 from warmfleet.prompt.media_prefix import MODALITIES, agreed, as_engine, variants
 from warmfleet.prompt.messages import NotReproducible, conversation, developer_to_system, tool_schemas
 from warmfleet.prompt.prefix_trie import NO_IDS, Prompt, Reading, Trie
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from warmfleet.prompt.block_hashes import Hasher, Lora
     from warmfleet.prompt.chat_template import ChatTemplate
-    from warmfleet.prompt.images import ImageRules, Item
-    from warmfleet.prompt.learned_images import Runs
+    from warmfleet.prompt.images import ImageRules, Item, Learned
     from warmfleet.prompt.media_prefix import Change
     from warmfleet.prompt.messages import Format, Message
     from warmfleet.prompt.prefix_trie import Node
@@ -175,7 +174,7 @@ class Identity:
         rules: ImageRules,
         hashers: tuple[Hasher, ...],
         lora: Lora,
-        learned: Mapping[str, Runs] = NONE_LEARNED,
+        learned: Learned = none_learned,
     ) -> Prompt:
         """Make the prompt of a chat with images. learned: see ``ImageRules.item``.
 
@@ -208,6 +207,7 @@ class Identity:
             if reason:
                 raise KnownInPart(reason, prompt, prompt.tokens + len(base.encode(rest)))
             prompt.image_tokens = sum(item.tokens for item in items)
+            prompt.named_images = any(part.get("uuid") is not None for part in parts)
             return prompt
 
         return await self._in_executor(read)
@@ -322,7 +322,7 @@ class Identity:
 
 
 def _items(
-    rules: ImageRules, parts: Sequence[Any], rename: Callable[[str], str] | None, learned: Mapping[str, Runs]
+    rules: ImageRules, parts: Sequence[Any], rename: Callable[[str], str] | None, learned: Learned
 ) -> tuple[list[Item], str]:
     """Return the images of these parts up to the first that is not known, which is UNKNOWN, and why it is not known.
 

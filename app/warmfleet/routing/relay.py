@@ -25,6 +25,7 @@ from warmfleet.routing.token_handoff import REFUSALS, Handoff
 if TYPE_CHECKING:
     from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.engines.followed_stream import ContinuedStream, Sink
+    from warmfleet.engines.reported_usage import AnswerTail
     from warmfleet.engines.upstream import Upstream
     from warmfleet.fleet import Decision
     from warmfleet.metrics import Metrics
@@ -117,7 +118,7 @@ class Relay:
             if held is not None:
                 attempt.shortfall = Shortfall(held, time.perf_counter() - job.call.received_at)
         if prompt.image_tokens and (reported := tail.image_tokens()) is not None:
-            result = pool.image_counts.compare(prompt.image_tokens, reported)
+            result = pool.image_counts.compare(prompt.image_tokens, reported, named=prompt.named_images)
             self._metrics.image_counts.labels(result, pool.tag).inc()
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:

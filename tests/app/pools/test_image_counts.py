@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from tests.app.prompt.test_images import RGB, part
@@ -10,9 +11,11 @@ from tests.support.engines.simulated import identity as simulated_identity
 from tests.support.engines.simulated import simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
-from tests.support.requests.image_rules import fact
+from tests.support.requests.image_rules import MADE, fact
 
+from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
 from warmfleet.pools.image_counts import DOUBT_S, WRONG_IN_A_ROW, ImageCounts
+from warmfleet.prompt.images import ImageRules
 from warmfleet_loadtest.simulator import answers
 from warmfleet_worker.protocol import wire
 
@@ -36,6 +39,27 @@ def test_only_wrong_numbers_in_a_row_raise_a_doubt_and_it_ends() -> None:
     assert not counts.doubted
 
 
+def test_a_client_who_gives_one_id_to_several_images_raises_no_doubt() -> None:
+    counts = ImageCounts()
+    for _ in range(2 * WRONG_IN_A_ROW):
+        assert counts.compare(4, 5, named=True) == "more"
+    assert not counts.doubted
+    for _ in range(WRONG_IN_A_ROW):
+        assert counts.compare(4, 5) == "more"
+        assert counts.compare(4, 4, named=True) == "as_predicted"
+    assert counts.doubted
+
+
+def test_a_client_cannot_write_the_count_itself() -> None:
+    """/v1/responses repeats a client's JSON schema before the usage."""
+    details = b'"prompt_tokens_details":{"cached_tokens":1,"multimodal_tokens":{"image":64}}'
+    written = b'{"text":{"multimodal_tokens":{"image":7}},"usage":{'
+    assert AnswerTail(written + details + b"}}").image_tokens() == 64
+    assert AnswerTail(written + b'"prompt_tokens_details":null}}').image_tokens() is None
+    assert AnswerTail(written + b"}}").image_tokens() is None
+    assert ResponsesTail(b'{"text":{' + details + b"}}").image_tokens() is None
+
+
 async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answers_count_otherwise(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +77,7 @@ async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answer
     async with simulated(valkey_url, model, facts=announced) as engine, replica(valkey_url, model) as router:
         engine.see(token_id, counted[0])
         await router.proven()
-        looks = [{"type": "text", "text": "What is this?"}, part(RGB, uuid="mine")]
+        looks = [{"type": "text", "text": "What is this?"}, part(RGB)]
         head = {"role": "system", "content": "The quick brown fox jumps over the lazy dog. " * 20}
         body = {"model": model, "messages": [head, {"role": "user", "content": looks}], "max_tokens": 1}
 
@@ -62,8 +86,15 @@ async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answer
             return explained["identity"], explained["reason"]
 
         assert await known() == ("prefix", "image_new")
-        report = wire.dumps(["mine", [3, 1, token_id, 639]])
-        await router.fleet.redis.zadd(router.fleet.keys.images, {report: 1})
+        rules = ImageRules.of(rule)
+        assert rules is not None
+        identifier = rules.item(part(RGB), None, lambda _: (token_id, 1)).identifier
+        others, ours = (
+            "0" * 16 + wire.dumps([identifier, [3, 1, token_id, 5]]),
+            MADE + wire.dumps([identifier, [3, 1, token_id, 639]]),
+        )
+        now_us = time.time() * 1e6
+        await router.fleet.redis.zadd(router.fleet.keys.images, {ours: now_us, others: now_us + 1})
 
         async def exact() -> bool:
             return await known() == ("exact", "")

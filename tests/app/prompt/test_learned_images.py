@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import time
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.app.prompt.test_image_prompts import hashers, identity, seeing, tokenizer_json, words
 from tests.app.prompt.test_images import RGB, RGBA, part, rules
+from tests.support.requests.image_rules import MADE
 
 from warmfleet.prompt.block_hashes import hash_of
-from warmfleet.prompt.learned_images import LearnedImages
+from warmfleet.prompt.learned_images import KEPT_S, MAX_LEARNED, LearnedImages
 from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prompt_identity import KnownInPart
 from warmfleet.prompt.request import parse
@@ -35,7 +38,7 @@ URL = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}
 def learned(**images: Sequence[int]) -> LearnedImages:
     made = LearnedImages()
     for name, runs in images.items():
-        assert made.take(json.dumps([name, list(runs)]).encode())
+        assert made.take(json.dumps([name, list(runs)]).encode(), time.time()) == "read"
     return made
 
 
@@ -60,15 +63,62 @@ def chat(messages: list[dict[str, Any]], **more: Any) -> Request:
 )
 def test_a_malformed_report_is_left_out(wrong: bytes) -> None:
     images = LearnedImages()
-    assert not images.take(wrong)
-    assert not images.runs
+    assert images.take(wrong, time.time()) == "malformed"
+    assert not len(images)
 
 
-def test_the_newest_reports_are_kept() -> None:
+def test_the_images_that_were_told_or_used_last_are_kept() -> None:
     images = LearnedImages(limit=2)
     for name, count in (("a", 1), ("b", 1), ("a", 2), ("c", 1)):
-        assert images.take(json.dumps([name, [7, count]]).encode())
-    assert dict(images.runs) == {"a": (7, 2), "c": (7, 1)}
+        assert images.take(json.dumps([name, [7, count]]).encode(), time.time()) == "read"
+    assert [images.find(name) for name in ("b", "c", "a")] == [None, (7, 1), (7, 2)]
+    assert images.take(b'["d",[7,1]]', time.time()) == "read"
+    assert [images.find(name) for name in ("c", "a", "d")] == [None, (7, 2), (7, 1)]
+
+
+def test_an_image_in_every_request_stays_known_among_many_new_ones() -> None:
+    images = learned(logo=[7, 1])
+    for number in range(2 * MAX_LEARNED):
+        assert images.find("logo") == (7, 1)
+        images.take(json.dumps([str(number), [7, 1]]).encode(), time.time())
+    assert len(images) == MAX_LEARNED
+
+
+def test_an_image_is_forgotten_a_day_after_it_was_told() -> None:
+    now = [1e9]
+    images = LearnedImages(clock=lambda: now[0])
+    for name in ("a", "b", "c"):
+        images.take(json.dumps([name, [7, 1]]).encode(), now[0] - 60)
+    now[0] += KEPT_S - 61
+    assert images.find("c") == (7, 1)
+    now[0] += 2
+    assert images.find("c") is None
+    assert len(images) == 2
+    images.take(b'["d",[7,1]]', now[0])
+    assert len(images) == 2
+    assert images.find("d") == (7, 1)
+
+
+def test_reports_of_engines_with_other_settings_are_not_taken() -> None:
+    images = LearnedImages(MADE)
+    assert images.take(b"0" * 16 + b'["a",[7,2]]', time.time()) == "other"
+    assert images.find("a") is None
+    assert images.take(MADE.encode() + b'["a",[7,1]]', time.time()) == "read"
+    assert images.find("a") == (7, 1)
+
+
+def test_learned_images_take_little_memory() -> None:
+    """As many runs as a report can have."""
+    report = json.dumps(["a" * 64, [31, 8] * 700], separators=(",", ":")).encode()
+    images = LearnedImages()
+    tracemalloc.start()
+    try:
+        for number in range(100):
+            images.take(report.replace(b"aaa", b"%03d" % number, 1), time.time())
+        assert tracemalloc.get_traced_memory()[0] < 100 * 8_000
+    finally:
+        tracemalloc.stop()
+    assert len(images) == 100
 
 
 def test_an_image_of_a_learned_model_is_known_by_its_report() -> None:
@@ -76,15 +126,15 @@ def test_an_image_of_a_learned_model_is_known_by_its_report() -> None:
     identifier = rules().item(part(RGB)).identifier
     with pytest.raises(NotReproducible, match="image_new"):
         given.item(part(RGB))
-    assert given.item(part(RGB), None, learned(**{identifier: [9, 1, 7, 3, 8, 2]}).runs).tokens == 6
+    assert given.item(part(RGB), None, learned(**{identifier: [9, 1, 7, 3, 8, 2]}).find).tokens == 6
     with pytest.raises(NotReproducible, match="image_place"):
-        given.item(part(RGB), None, learned(**{identifier: [9, 1]}).runs)
+        given.item(part(RGB), None, learned(**{identifier: [9, 1]}).find)
 
 
 @pytest.mark.parametrize("given", [rules(), learning(7)])
 @pytest.mark.parametrize("sent", [URL, {"type": "image_url", "image_url": None}])
 def test_an_image_that_is_not_sent_is_known_by_the_clients_id(given: ImageRules, sent: dict[str, Any]) -> None:
-    images = learned(mine=[7, 3], theirs=[7, 5]).runs
+    images = learned(mine=[7, 3], theirs=[7, 5]).find
     assert given.item(sent | {"uuid": "mine"}, None, images).tokens == 3
     assert given.item(sent | {"uuid": "mine"}, lambda _: "theirs", images) == ("theirs", 5, (7, 5))
     reason = "image_url" if sent is URL else "image_id"
@@ -98,7 +148,7 @@ def test_no_tenant_names_the_image_of_another_by_its_id() -> None:
     tenancy, sent = Tenancy("secret", "authorization"), {"type": "image_url", "image_url": None, "uuid": "img-1"}
     ours, theirs = tenancy.media_names(b"a"), tenancy.media_names(b"b")
     assert ours is not None
-    images = learned(**{ours("img-1"): [7, 3]}).runs
+    images = learned(**{ours("img-1"): [7, 3]}).find
     assert rules().item(sent, ours, images).tokens == 3
     for rename in (theirs, None):
         with pytest.raises(NotReproducible, match="image_id"):
@@ -112,7 +162,7 @@ async def test_prompts_with_learned_images_equal_those_made_by_hand(
     encoder, token_id = seeing
     rng, made, schemes, given = random.Random(5), identity(encoder, executor), hashers(), learning(token_id)
     runs = {f"p{number}": [5, 1 + number, token_id, 20 + number, 3, 1, token_id, 9, 3, 2] for number in range(6)}
-    images = learned(**runs).runs
+    images = learned(**runs).find
     messages: list[dict[str, Any]] = []
     for _ in range(25):
         content: list[dict[str, Any]] = []

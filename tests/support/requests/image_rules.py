@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WHITE = (255, 255, 255)
+MADE = "00112233aabbccdd"
 
 
 def length(number: int) -> bytes:
@@ -46,5 +47,5 @@ def fact(model_id: str, *, plain: bool = False, media_io: dict[str, Any] | None 
             frames["uuid"] = (framed(b"image") + b"\3", behind)
     frames["clear"] = frames["rgb"]
     hexes = {kind: [before.hex(), after.hex()] for kind, (before, after) in frames.items()}
-    rules = {"token": "<img>", "token_id": 7, "family": "fixed", "parameters": {"tokens": 16}}
+    rules = {"token": "<img>", "token_id": 7, "family": "fixed", "parameters": {"tokens": 16}, "made": MADE}
     return rules | {"algorithm": "blake3", "framed": not plain, "frames": hexes} | more

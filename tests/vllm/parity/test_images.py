@@ -38,6 +38,8 @@ def seeing(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     settings = ("--media-io-kwargs", '{"image": {"rgba_background_color": [0, 9, 255]}}')
     limits = ("--mm-processor-kwargs", '{"min_pixels": 12544, "max_pixels": 31360}')
     models["settings"] = Model(models["qwen2_vl"].folder, (*settings, *limits))
+    smaller = ("--mm-processor-kwargs", '{"size": {"longest_edge": 84}}')
+    models["smaller"] = Model(models["idefics3"].folder, smaller)
     with inside(folder, str(vision())) as vllm:
         yield Truth(vllm, models)
 
@@ -73,6 +75,13 @@ async def test_images_are_known_from_the_second_time_on(seeing: Truth, model: st
     counts = await counted(seeing, model, range(2), 40)
     assert set(counts.fallback) == {"image_new"}
     assert counts.fallback.total() <= 4 * PICTURES  # of two seeds, each with a client's id and without
+
+
+def test_engines_with_other_settings_of_the_processor_announce_another_rule(seeing: Truth) -> None:
+    """They give an image the same identifier and other tokens."""
+    told, other = (seeing.models[model]["facts"]["images"] for model in ("idefics3", "smaller"))
+    assert told["made"] != other["made"]
+    assert told | {"made": ""} == other | {"made": ""}
 
 
 @pytest.mark.long(

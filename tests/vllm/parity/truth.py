@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,7 @@ def _learn(answer: dict[str, Any], seen: SeenImages, learned: LearnedImages) -> 
     for prompt, media in zip(answer["prompts"], answer["media"], strict=True):
         for offset, length, identifier in media:
             seen.note(identifier, prompt, offset, length)
-    assert all(learned.take(report.encode()) for report in seen.reports(1_000))
+    assert all(learned.take(report.encode(), time.time()) == "read" for report in seen.reports(1_000))
 
 
 async def _routed(
@@ -139,7 +140,7 @@ async def _routed(
         raise NotReproducible(request.unforeseen)
     rules = ImageRules.of(images)
     if rules is not None and b'"image' in ask.raw:
-        return request, [await identity.with_images(request, rules, hashers, ask.lora, learned.runs)]
+        return request, [await identity.with_images(request, rules, hashers, ask.lora, learned.find)]
     return request, await identity.prompts(request, hashers, ask.lora, INLINE_CHARACTERS)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LEARNED = "learned"  # in place of a family: no formula
 MAX_TOKENS = 2**20  # most tokens of a prompt's images; a lie about their sizes must not cost memory
 MAX_ID = 256  # most characters of an image's identifier, which is in the hash of each of the image's blocks
+MADE_CHARACTERS = 16  # length of the digest of what a processor makes of images, which is before each report in Redis
 MAX_IMAGE_BYTES = 4_096  # longest report of an image; one of Pixtral's has 1.5 KB
 
 #: Widths and heights on which a formula is tried: small, large, odd, and nearly as narrow as transformers allows.

@@ -16,7 +16,8 @@ import io
 import types
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.protocol.image_tokens import FAMILIES, LEARNED, SIZES
+from warmfleet_worker.protocol.image_tokens import FAMILIES, LEARNED, MADE_CHARACTERS, SIZES
+from warmfleet_worker.protocol.wire import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ KINDS = {"rgb": ("RGB",), "clear": ("RGB",), "other": ("RGBA", "L", "P", "LA")}
 SIDES = (61, 47)  # of the images that are tried
 #: Of images that are tried together, some models tile a large one, and tile less if there are many.
 SOME_SIDES = (SIDES, (640, 430), (333, 1_200))
+LARGE = (3_024, 2_268)  # of an image that is tried alone: larger than most settings allow, so that these show
 #: Texts around images that are tried together: some models join line feeds with those that are part of an image.
 AROUND = ("a\n\n", "\n b\n\n\n", "\n", " ")
 
@@ -41,21 +43,25 @@ def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
     hashed = _frames(processor, config) if rule is not None else None
     if placed is None or rule is None or hashed is None:
         return None
-    (token_id, _), (family, parameters) = placed, rule
+    (token_id, _), (family, parameters, made) = placed, rule
     text = processor.info.get_tokenizer().convert_ids_to_tokens(token_id)
-    return {"token": text, "token_id": token_id, "family": family, "parameters": parameters, **hashed}
+    told = {"token": text, "token_id": token_id, "family": family, "parameters": parameters}
+    digest = hashlib.sha256(dumps([told, made]).encode()).hexdigest()[:MADE_CHARACTERS]
+    return {**told, "made": digest, **hashed}
 
 
 def _placed(processor: Any, model_config: Any) -> tuple[int, list[int]] | None:
     """Let vLLM place an image in a prompt; return the token whose place it takes and its tokens, among which that is.
 
-    None if vLLM puts it in place of anything but one token.
+    None if vLLM puts it in place of anything but one token. Raises the last error of vLLM if there is such a text.
     """
+    failed: Exception | None = None
     for text in _placeholders(processor, model_config):
         before = processor.info.get_tokenizer().encode(text, add_special_tokens=False)
         try:
             (place,), made = _made(processor, before, [SIDES])
-        except Exception:  # noqa: BLE001, S112  the text is not the processor's: whatever it raises, the next is tried
+        except Exception as error:  # noqa: BLE001  the text is not the processor's: whatever it raises, the next is tried
+            failed = error
             continue
         if place.offset >= len(before):
             continue
@@ -63,6 +69,8 @@ def _placed(processor: Any, model_config: Any) -> tuple[int, list[int]] | None:
         expected = [*before[: place.offset], *ids, *before[place.offset + 1 :]]
         if made == expected and token in ids and before.count(token) == 1:
             return token, ids
+    if failed is not None:
+        raise failed
     return None
 
 
@@ -88,24 +96,24 @@ def _made(processor: Any, prompt: list[int], sizes: Sequence[tuple[int, int]]) -
     return list(made["mm_placeholders"]["image"]), list(made["prompt_token_ids"])
 
 
-def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[str, dict[str, int]] | None:
-    """Return the family and its parameters. ids: of an image of SIDES."""
+def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[str, dict[str, int], Any] | None:
+    """Return the family, its parameters and the tokens of images that are tried alone. ids: of an image of SIDES."""
     formula = _formula(processor.info, config) if set(ids) == {token_id} else None
     if formula is not None and FAMILIES[formula[0]][0](*SIDES, *formula[1].values()) == len(ids):
-        return formula
-    return (LEARNED, {}) if _is_placed_alone(processor, config, token_id) else None
+        return *formula, []
+    alone = [_made(processor, [token_id], [size]) for size in (*SOME_SIDES, LARGE)]
+    whole = all((place.offset, place.length) == (0, len(made)) for (place,), made in alone)
+    ids_alone = [made for _, made in alone]
+    return (LEARNED, {}, ids_alone) if whole and _is_placed_so(processor, config, token_id, ids_alone) else None
 
 
-def _is_placed_alone(processor: Any, config: Any, token_id: int) -> bool:
-    """Return whether an image has the same tokens beside other images and line feeds, and changes none of these."""
+def _is_placed_so(processor: Any, config: Any, token_id: int, alone: list[list[int]]) -> bool:
+    """Return whether images have these tokens also beside others and line feeds, and change none of these."""
     encode = processor.info.get_tokenizer().encode
     sizes = SOME_SIDES[: config.get_limit_per_prompt("image")]
     texts = [encode(text, add_special_tokens=False) for text in AROUND[: len(sizes) + 1]]
     prompt, expected = list(texts[0]), list(texts[0])
-    for size, behind in zip(sizes, texts[1:], strict=True):
-        (place,), made = _made(processor, [token_id], [size])
-        if (place.offset, place.length) != (0, len(made)):
-            return False
+    for made, behind in zip(alone, texts[1:], strict=False):
         prompt += [token_id, *behind]
         expected += [*made, *behind]
     return _made(processor, prompt, sizes)[1] == expected
