@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.support.requests.image_rules import MADE
@@ -115,7 +115,8 @@ async def test_a_reader_may_begin_anew_while_it_reads(store: aioredis.Redis, fle
 async def test_reports_of_a_server_that_announces_no_rule_are_not_kept(
     store: aioredis.Redis, reporter: ReportingWorker, fleet: Fleet
 ) -> None:
-    for facts in ({}, {"images": {}}, {"images": {"made": 7}}, {"images": {"made": "x" * 16}}):
+    told: list[dict[str, Any]] = [{}, {"images": {}}, {"images": {"made": 7}}, {"images": {"made": "x" * 16}}]
+    for facts in told:
         await store.hset(fleet.keys.servers, "s", wire.dumps({"facts": facts}))
         await reporter.send("image", report(1))
         await reporter.applied()

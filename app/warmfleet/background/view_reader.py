@@ -102,10 +102,8 @@ class ViewReader:
 
         async def read(turn: int) -> None:
             await asyncio.sleep(turn * TURN_S)
-            try:
-                await as_answered({pool.fleet.workers.reading(): pool for pool in turns[turn]}, self._refresh)
-            finally:
-                await all_of(map(self._learn, turns[turn]))
+            workers = as_answered({pool.fleet.workers.reading(): pool for pool in turns[turn]}, self._refresh)
+            await all_of([workers, *[self._learn(pool) for pool in turns[turn] if pool.view.images is not None]])
 
         try:
             await all_of(map(read, range(len(turns))))
@@ -135,7 +133,7 @@ class ViewReader:
 
     async def _learn(self, pool: Pool) -> None:
         """Read what engines have reported of images, a page at a time: requests come in between."""
-        for _ in range(IMAGE_PAGES if pool.view.images is not None else 0):
+        for _ in range(IMAGE_PAGES):
             news = await pool.fleet.images.news()
             for report, told_at in news.items():
                 self._metrics.image_reports.labels(pool.learned.take(report, told_at), pool.tag).inc()

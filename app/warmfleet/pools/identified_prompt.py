@@ -105,11 +105,12 @@ def identify_ids(request: Request, view: View, prompts: list[list[int]], kind: s
 def same_in(prompt: IdentifiedPrompt, request: Request, view: View, other: View) -> IdentifiedPrompt | None:
     """Return the prompt for another pool's view; None if that pool may make other token ids or block hashes.
 
-    view: the view by which the prompt was identified.
+    view: the view by which the prompt was identified. Each pool knows images of its own, and may doubt its rule.
     """
+    if prompt.image_tokens or prompt.reason in MEDIA:
+        return None
     schemes = {hasher.scheme.scheme_id for hasher in view.hashers}
     alike = other.identity is view.identity and other.text == view.text and other.max_model_len == view.max_model_len
-    alike = alike and other.images == view.images and other.images_wrong == view.images_wrong
     if not alike or not all(hasher.scheme.scheme_id in schemes for hasher in other.hashers):
         return None
     if _lora(other, request) != _lora(view, request):

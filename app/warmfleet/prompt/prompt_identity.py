@@ -191,7 +191,7 @@ class Identity:
 
         def read() -> Prompt:
             base = self._readings[request.add_special_tokens]
-            items, reason = _items(rules, parts, request.media_id, learned)
+            items, reason, behind = _items(rules, parts, request.media_id, learned)
             images = Images(rules, items, base.encode)
             reading = replace(
                 base,
@@ -205,7 +205,7 @@ class Identity:
             marked, rest = images.marked(text, len(parts))
             prompt = self._read_now(marked, reading)
             if reason:
-                raise KnownInPart(reason, prompt, prompt.tokens + len(base.encode(rest)))
+                raise KnownInPart(reason, prompt, prompt.tokens + len(base.encode(rest)) + behind)
             prompt.image_tokens = sum(item.tokens for item in items)
             prompt.named_images = any(part.get("uuid") is not None for part in parts)
             return prompt
@@ -323,20 +323,27 @@ class Identity:
 
 def _items(
     rules: ImageRules, parts: Sequence[Any], rename: Callable[[str], str] | None, learned: Learned
-) -> tuple[list[Item], str]:
-    """Return the images of these parts up to the first that is not known, which is UNKNOWN, and why it is not known.
+) -> tuple[list[Item], str, int]:
+    """Return the images of these parts up to the first that is not known, which is UNKNOWN, why it is not known, and
+    the tokens of the known ones behind.
 
     Raises NotReproducible for other parts than images: their place is not looked for.
     """
     items: list[Item] = []
+    reason, behind = "", 0
     for part in parts:
         try:
-            items.append(rules.item(part, rename, learned))
+            item = rules.item(part, rename, learned)
         except NotReproducible as why:
             if any(MODALITIES[other["type"]] != "image" for other in parts):
                 raise
-            return [*items, UNKNOWN], why.reason
-    return items, ""
+            items, reason = items if reason else [*items, UNKNOWN], reason or why.reason
+            continue
+        if reason:
+            behind += item.tokens
+        else:
+            items.append(item)
+    return items, reason, behind
 
 
 def _base_reading(encoder: Encoder, cuts: Cuts | None, *, special: bool) -> Reading:

@@ -9,16 +9,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.app.prompt.test_images import rules
 from tests.app.test_damage import healthy
 from tests.support.fleet.keyspace import Keyspace
 from tests.support.redis.servers import PATIENT
 from tests.support.replicas.stepped import SteppedReplica, stepped_replica
 
 from warmfleet import main
-from warmfleet.background.view_reader import ViewReader
+from warmfleet.background.view_reader import IMAGE_PAGES, ViewReader
 from warmfleet.errors import FleetUnavailable
 from warmfleet.fleet import Fleet, Question
 from warmfleet.fleet.artifacts import BadArtifact
+from warmfleet.fleet.image_reports import AT_ONCE
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.identified_prompt import identify_here
@@ -247,3 +249,32 @@ async def test_a_pool_that_is_away_makes_no_failed_load_of_an_identity_that_was_
     assert metrics.task_failures.labels("identity")._value.get() == 0
     assert [line for line in caplog.messages if "routed by load" in line] == []
     assert len([line for line in caplog.messages if "its Redis is away" in line]) == 1
+
+
+async def test_pools_learn_images_side_by_side_and_a_page_at_a_time() -> None:
+    together, pages, taken = asyncio.Barrier(3), dict[str, int](), dict[str, list[int]]()
+
+    def pool(tag: str) -> Pool:
+        async def news() -> dict[bytes, float]:
+            await together.wait()
+            pages[tag] = pages.get(tag, 0) + 1
+            taken.setdefault(tag, []).append(len(made.learned))
+            return {b'["%s %d",[7,1]]' % (tag.encode(), pages[tag] * AT_ONCE + each): 9e9 for each in range(AT_ONCE)}
+
+        async def no_answer() -> list[object]:
+            raise FleetUnavailable("its Redis is away")
+
+        workers = SimpleNamespace(
+            reading=lambda: asyncio.ensure_future(no_answer()), records=SimpleNamespace(unreadable=0)
+        )
+        fleet = SimpleNamespace(workers=workers, images=SimpleNamespace(news=news))
+        made = Pool(tag, cast("Fleet", fleet), DegradedMode(1.0))
+        made.view = replace(made.view, images=rules(made=""))
+        return made
+
+    pools = [pool(tag) for tag in ("a", "b", "c")]
+    identities, metrics = SimpleNamespace(keep=lambda _: None), Metrics()
+    reader = ViewReader(Pools(pools), cast("Identities", identities), Settings(models=("m",)), Timing(), metrics)
+    with pytest.raises(FleetUnavailable):
+        await asyncio.wait_for(reader.refresh(), 20)
+    assert taken == {tag: [AT_ONCE * page for page in range(IMAGE_PAGES)] for tag in "abc"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tests.app.prompt.test_images import RGB, part
@@ -14,8 +15,11 @@ from tests.support.replicas.replica import replica
 from tests.support.requests.image_rules import MADE, fact
 
 from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
+from warmfleet.pools.fleet_view import View
+from warmfleet.pools.identified_prompt import IdentifiedPrompt, same_in
 from warmfleet.pools.image_counts import DOUBT_S, WRONG_IN_A_ROW, ImageCounts
 from warmfleet.prompt.images import ImageRules
+from warmfleet.prompt.request import parse
 from warmfleet_loadtest.simulator import answers
 from warmfleet_worker.protocol import wire
 
@@ -60,10 +64,19 @@ def test_a_client_cannot_write_the_count_itself() -> None:
     assert ResponsesTail(b'{"text":{' + details + b"}}").image_tokens() is None
 
 
+def test_each_pool_looks_for_the_images_that_it_knows() -> None:
+    """Another pool with the same rules may have learned others, or doubt its rule."""
+    request, view = parse("chat", b'{"messages":[{"role":"user","content":"a"}]}'), View()
+    known = IdentifiedPrompt((), 9, 9, "exact")
+    assert same_in(known, request, view, View()) is known
+    for prompt in (replace(known, image_tokens=4), replace(known, kind="prefix", reason="image_new")):
+        assert same_in(prompt, request, view, View()) is None
+
+
 async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answers_count_otherwise(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token_id = simulated_identity().tokenizer.token_to_id("\u0100")  # byte-level BPE writes a zero byte so
+    token_id: Any = simulated_identity().tokenizer.token_to_id("\u0100")  # byte-level BPE writes a zero byte so
     facts = {"multimodal": True, "placeholders": {"image": "\0"}}
     rule = fact("m", token="\0", token_id=token_id, family="learned", parameters={})
     usage, counted = answers.usage, [640]
