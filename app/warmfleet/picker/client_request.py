@@ -33,8 +33,10 @@ FAIRNESS = (b"x-gateway-inference-fairness-id", b"x-llm-d-inference-fairness-id"
 TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
 MAX_TTFT_MS = 3_600_000
 #: Headers that a router sets for an engine, and that no client may set.
-OURS_ALONE = (b"x-data-parallel-rank", PRIORITY_HEADER.lower().encode())
+OURS_ALONE = frozenset({b"x-data-parallel-rank", PRIORITY_HEADER.lower().encode()})
+HINTS = b"x-warmfleet-"  # begin of the names of headers for routers, one of which holds the operator's explain key
 MODELS = "/v1/models"
+KEYS = frozenset({b"authorization", b"x-api-key"})
 
 
 class Asked(NamedTuple):
@@ -93,11 +95,10 @@ class ClientRequests:
             fairness = next((given[name] for name in FAIRNESS if name in given), b"")
             if fairness:
                 flow = self._tenancy.flow_of(fairness)
-        passed = {PASSED_ON[name]: value for name, value in fields if name in PASSED_ON}
-        if self._authorization:
-            passed[b"Authorization"] = self._authorization
-        elif self._keys.required:
-            passed.pop(b"Authorization", None)
+        passed = {PASSED_ON[name]: value for name, value in fields if name in PASSED_ON and name not in KEYS}
+        authorization = self._authorization_of(given)
+        if authorization:
+            passed[b"Authorization"] = authorization
         content_type = given.get(b"content-type", b"application/json")
         return Call(
             path,
@@ -118,22 +119,30 @@ class ClientRequests:
         )
 
     def _hints(self, given: dict[bytes, bytes]) -> Hints:
-        ours = {name: value for name, value in given.items() if name.startswith(b"x-warmfleet-")}
+        ours = {name: value for name, value in given.items() if name.startswith(HINTS)}
         hints = read_hints(ours, given.get(b"x-session-id", b""), self._explain_key)
         ttft_ms = next((given[name] for name in TTFT if name in given), None)
         return hints if ttft_ms is None else _with_ttft(hints, ttft_ms)
 
     def for_engine(self, fields: list[Field]) -> tuple[Fields, tuple[bytes, ...]]:
         """Return the headers to set in place of the client's, and the names of those to remove."""
-        names = {name for name, _ in fields}
-        removed = tuple(name for name in OURS_ALONE if name in names)
+        given = dict(fields)
+        authorization = self._authorization_of(given)
+        is_set = authorization and authorization != given.get(b"authorization")
+        headers = ((b"authorization", authorization),) if is_set else ()
+        kept = b"authorization" if authorization else b""
+        removed = (name for name in given if name in OURS_ALONE or name in KEYS or name.startswith(HINTS))
+        return headers, tuple(name for name in removed if name != kept)
+
+    def _authorization_of(self, given: dict[bytes, bytes]) -> bytes:
+        """Return the Authorization that the engine gets; empty: none."""
         if self._authorization:
-            return ((b"authorization", self._authorization),), removed
+            return self._authorization
         if self._keys.required:  # an engine must not learn a key that routers accept
-            return (), (*removed, *(name for name in (b"authorization", b"x-api-key") if name in names))
-        if b"x-api-key" in names and b"authorization" not in names:  # vLLM takes a key in Authorization only
-            return ((b"authorization", b"Bearer " + dict(fields)[b"x-api-key"]),), removed
-        return (), removed
+            return b""
+        if b"x-api-key" in given and b"authorization" not in given:  # vLLM takes a key in Authorization only
+            return b"Bearer " + given[b"x-api-key"]
+        return given.get(b"authorization", b"")
 
 
 def _with_ttft(hints: Hints, value: bytes) -> Hints:

@@ -295,7 +295,11 @@ def _metadata(change: Change) -> bytes:
 
 
 def request_headers(change: Change = NO_CHANGE) -> bytes:
-    """Answer the headers of a request."""
+    """Answer the headers of a request. If the answer names no endpoint, the client's own name for one is removed: a
+    gateway whose next message is not the body sends the request on by the headers that it has then.
+    """
+    if not change.endpoint:
+        change = change._replace(removed=(*change.removed, ENDPOINT))
     return _field(1, _field(1, _common(change))) + _metadata(change)
 
 

@@ -25,6 +25,7 @@ from warmfleet.errors import BadRequest, Stopping, WarmfleetError
 from warmfleet.picker import messages
 from warmfleet.picker.frames import Status, message
 from warmfleet.picker.messages import FULL_DUPLEX, NONE, STREAMED, Change, MessageError, Modes
+from warmfleet.routing.recovery.retries import NO_ANSWER
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -46,12 +47,14 @@ FILTER = "envoy.filters.http.ext_proc"  # whose attributes tell the upstream
 EVENTS = b"text/event-stream"
 #: A gateway has waited so long for the answer to its message, of the 200 ms of its default, when it is asked for more.
 ASKS_MORE_TIME_AFTER_S = 0.05
-#: A stream of events that seems to end so soon after its head has not ended: the gateway only closed the call, as it
-#: does with response_body_mode NONE and response_trailer_mode SKIP, in 5 ms. With SEND it keeps the call open.
+#: A stream of events whose call is reset so soon after its head has not ended: the gateway only gave the call up, as
+#: it does with response_body_mode NONE and response_trailer_mode SKIP, in 5 ms. With SEND it keeps the call open until
+#: the end, and closes its side then.
 NOT_YET_S = 0.05
 UNREACHABLE = 1 << 5  # bit of response.flags (UF): the connection to the engine failed
 MAX_FLAGS = 2.0**53  # above it a number of metadata is not exact
 ENVOYS_OWN = frozenset({413, 500, 502, 503, 504})  # statuses with which a gateway answers itself, too
+ENGINE_FAILURES = NO_ANSWER - {429}  # counted against an engine, if the gateway tells that the engine gave the answer
 
 
 class Session:
@@ -61,7 +64,7 @@ class Session:
 
     __slots__ = (
         *("_asked", "_bodiless", "_body", "_client", "_modes", "_over", "_picked", "_calls", "_plain", "_record"),
-        *("_responded_at", "_status", "_stream", "_subset", "_task", "_timer", "_trailers"),
+        *("_released", "_responded_at", "_status", "_stream", "_subset", "_task", "_timer", "_trailers"),
         *("began_at", "heard_at", "held"),
     )
 
@@ -78,7 +81,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._picked: Picked | None = None
-        self._trailers = self._over = self._bodiless = self._plain = False
+        self._trailers = self._over = self._bodiless = self._plain = self._released = False
         self._status = 0
         self._responded_at = 0.0
         self.began_at = self.heard_at = time.perf_counter()
@@ -129,16 +132,16 @@ class Session:
             self._give_up(Status.RESOURCE_EXHAUSTED, "a message is too long")
 
     def ended(self) -> None:
-        """Settle by what is known: the gateway closed its side, because the answer ended, broke off, or passes by."""
+        """Settle by what is known: the gateway closed its side, because the answer ended or broke off."""
         if not self._over:
-            self._settle_unseen_end()
+            self._settle_unseen_end(reset=False)
         self._close()
         self._stream.finish()
 
     def lost(self) -> None:
-        """Settle: the gateway gave the call up, or its connection was lost."""
+        """Settle: the gateway gave the call up, perhaps while the answer passes by, or its connection was lost."""
         if not self._over:
-            self._settle_unseen_end()
+            self._settle_unseen_end(reset=True)
         self._close()
 
     # ------------------------------------------------ the request
@@ -164,6 +167,7 @@ class Session:
             self._bodiless = True
             self._place(asked, asked.path)
         elif not self._duplex:
+            self._released = True
             self._stream.send(message(messages.request_headers()))
 
     def _request_piece(self, piece: bytes, ends: bool) -> None:
@@ -176,8 +180,9 @@ class Session:
             raise MessageError("a body goes on behind its end")
         if self.held + len(piece) > self._calls.body_max_bytes:
             raise self._calls.too_large()
-        self._body.append(piece)
-        self._calls.hold(self, len(piece))
+        if piece:
+            self._body.append(piece)
+            self._calls.hold(self, len(piece))
         if ends or not self._duplex:
             path = self._asked.path
             if path is None:
@@ -185,10 +190,17 @@ class Session:
             self._place(self._asked, path)
 
     def _request_trailers(self) -> None:
-        if self._duplex and self._asked is not None and self._picked is None and self._task is None:
+        """Answer trailers never before the headers: a gateway would send the request on by the client's own headers."""
+        asked = self._asked
+        if asked is None:
+            raise MessageError("trailers without headers")
+        unplaced = self._picked is None and self._task is None
+        if not self._released:
             self._trailers = True
-            if self._asked.path is not None:
-                self._place(self._asked, self._asked.path)
+            if unplaced and asked.path is not None:
+                self._place(asked, asked.path)
+        elif unplaced and asked.path is not None and not self._sees_no_body:  # BUFFERED: no body came, nor will come
+            raise BadRequest("A request with trailers needs a body.")
         else:
             self._stream.send(message(messages.REQUEST_TRAILERS_CONTINUE))
 
@@ -255,18 +267,17 @@ class Session:
         if changed is not None:
             headers = (*headers, (b"content-length", b"%d" % len(changed)))
         change = Change(place.address.encode(), headers, removed)
-        mode = FULL_DUPLEX if self._modes is None else self._modes.request
         self._client = []
-        if mode == FULL_DUPLEX and not self._bodiless and self._picked is not None:
-            made = [messages.request_headers(change)]
-            made += messages.request_pieces(body if changed is None else changed, ends=not self._trailers)
-            if self._trailers:
-                made.append(messages.REQUEST_TRAILERS_CONTINUE)
-            self._stream.send(b"".join(map(message, made)))
-        elif self._sees_no_body or self._bodiless or self._picked is None:
-            self._stream.send(message(messages.request_headers(change)))
-        else:
+        self._released = True
+        if not (self._duplex or self._sees_no_body or self._bodiless or self._picked is None):
             self._stream.send(message(messages.request_body(change._replace(body=changed))))
+            return
+        made = [messages.request_headers(change)]
+        if self._duplex and not self._bodiless and self._picked is not None:
+            made += messages.request_pieces(body if changed is None else changed, ends=not self._trailers)
+        if self._trailers:
+            made.append(messages.REQUEST_TRAILERS_CONTINUE)
+        self._stream.send(b"".join(map(message, made)))
 
     # ------------------------------------------------ the answer
 
@@ -304,9 +315,12 @@ class Session:
         if isinstance(flags, float) and 0 <= flags < MAX_FLAGS and int(flags) & UNREACHABLE:
             picked.unreachable()
             return False
-        if served:
-            return served == picked.place.address
-        return status not in ENVOYS_OWN
+        if not served:
+            return status not in ENVOYS_OWN
+        engines = served == picked.place.address
+        if engines and status in ENGINE_FAILURES:
+            picked.failed()
+        return engines
 
     def _answer_piece(self, piece: bytes, ends: bool) -> None:
         if self._modes is not None and self._modes.response != FULL_DUPLEX:
@@ -343,7 +357,7 @@ class Session:
             self._record = None
             self._calls.ended(record, self._status, complete=complete)
 
-    def _settle_unseen_end(self) -> None:
+    def _settle_unseen_end(self, *, reset: bool) -> None:
         """Settle a request whose call the gateway closed before the end of the answer was seen."""
         picked, modes = self._picked, self._modes or Modes()
         if picked is None or not self._responded_at:
@@ -353,14 +367,14 @@ class Session:
             self._note_end(complete=False)
         elif modes.response != NONE:  # the client left, or the engine died: the gateway does not tell which
             self._settle("cancelled")
-        elif modes.request == FULL_DUPLEX and not self._plain and self._passed_by():
+        elif reset and modes.request == FULL_DUPLEX and not self._plain and self._passes_by():
             picked.leave()
             self._settled("finished")
         else:
             self._finish()
 
-    def _passed_by(self) -> bool:
-        """Return whether the gateway only closed the call, while the answer goes on."""
+    def _passes_by(self) -> bool:
+        """Return whether the gateway only gave the call up, while the answer goes on."""
         return time.perf_counter() - self._responded_at < NOT_YET_S
 
     def _refuse(self, error: WarmfleetError) -> None:

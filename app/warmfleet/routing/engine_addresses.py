@@ -15,7 +15,6 @@ from warmfleet.errors import NoWorker
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from warmfleet.fleet import WorkerView
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.pool import Pool
 
@@ -41,14 +40,15 @@ class EngineAddresses:
 
     def __init__(self) -> None:
         self._known: dict[str, Address] = {}
+        self._lookups: dict[str, asyncio.Task[Address | None]] = {}  # those that run, by URL
         self._listed: dict[tuple[frozenset[str], str], tuple[View, tuple[str, ...]]] = {}
 
     async def of(self, url: str) -> str:
         """Return the address of the engine with this URL. Raises NoWorker if its name is not known."""
-        known = self._known.get(url)
-        if known is None or known.until < time.monotonic():
-            known = self._literal(url) or await self._look_up(url, known)
-        return known.text
+        address = self._at_hand(url) or await self._looked_up(url)
+        if address is None:
+            raise NoWorker("The name of the chosen engine cannot be looked up: ask again.")
+        return address.text
 
     async def listed(self, pool: Pool, places: frozenset[str]) -> tuple[str, ...]:
         """Return the workers of the pool whose address, or IP address, is among ``places``."""
@@ -57,20 +57,19 @@ class EngineAddresses:
         if found is not None and found[0] is pool.view:
             return found[1]
         view = pool.view
-        workers = [worker.worker_id for worker in view.workers if await self._is_among(worker, places)]
+        addresses = {worker.url: self._at_hand(worker.url) for worker in view.workers if worker.routable}
+        missing = [url for url, address in addresses.items() if address is None]
+        addresses.update(zip(missing, await asyncio.gather(*map(self._looked_up, missing)), strict=True))
+        workers = [worker.worker_id for worker in view.workers if _is_among(addresses.get(worker.url), places)]
         if len(self._listed) >= MAX_SUBSETS:
             self._listed.clear()
         self._listed[key] = view, tuple(workers)
         return self._listed[key][1]
 
-    async def _is_among(self, worker: WorkerView, places: Collection[str]) -> bool:
-        if not worker.routable:
-            return False
-        try:
-            text = await self.of(worker.url)
-        except NoWorker:
-            return False
-        return text in places or self._known[worker.url].host in places
+    def _at_hand(self, url: str) -> Address | None:
+        """Return the address if no name has to be looked up."""
+        known = self._known.get(url)
+        return self._literal(url) if known is None or known.until < time.monotonic() else known
 
     def _literal(self, url: str) -> Address | None:
         """Return the address in a URL without a name; None if there is a name."""
@@ -89,8 +88,16 @@ class EngineAddresses:
         address = self._known[url] = Address(text, host, until)
         return address
 
-    async def _look_up(self, url: str, before: Address | None) -> Address:
-        """Look the name up; if that fails, an address of before is kept. Raises NoWorker."""
+    async def _looked_up(self, url: str) -> Address | None:
+        """Look the name up, once for all that wait for it; None if that fails."""
+        task = self._lookups.get(url)
+        if task is None:
+            task = self._lookups[url] = asyncio.get_running_loop().create_task(self._look_up(url))
+            task.add_done_callback(lambda _: self._lookups.pop(url, None))
+        return await asyncio.shield(task)  # a client that leaves ends no other's look-up
+
+    async def _look_up(self, url: str) -> Address | None:
+        """Look the name up; if that fails, an address of before is kept for as long as a new one. None without any."""
         parts = urlsplit(url)
         port = parts.port or PORTS.get(parts.scheme, 80)
         try:
@@ -98,9 +105,15 @@ class EngineAddresses:
                 found = await asyncio.get_running_loop().getaddrinfo(
                     parts.hostname or "", port, type=socket.SOCK_STREAM
                 )
-            return self._keep(url, str(found[0][4][0]), port, time.monotonic() + KEPT_S)
+            host = str(found[0][4][0])
         except (OSError, TimeoutError, UnicodeError) as error:
             logger.warning("the address of the engine at %s cannot be looked up: %s", parts.hostname, error)
-            if before is not None:
-                return before
-            raise NoWorker("The name of the chosen engine cannot be looked up: ask again.") from error
+            before = self._known.get(url)
+            if before is None:
+                return None
+            host = before.host
+        return self._keep(url, host, port, time.monotonic() + KEPT_S)
+
+
+def _is_among(address: Address | None, places: Collection[str]) -> bool:
+    return address is not None and (address.text in places or address.host in places)

@@ -253,6 +253,14 @@ class Picked:
                 attempt.shortfall = Shortfall(held, time.perf_counter() - self._job.call.received_at)
         return self.end("finished")
 
+    def failed(self) -> None:
+        """Count the answer against the engine, which is known to have given it.
+
+        No other engine is tried, so nothing tells whether the request is at fault; the bound of ``eject.lua`` on the
+        ejected workers holds for requests that every engine fails.
+        """
+        self._attempt.chosen.pool.outliers.failed(self._decision)
+
     def unreachable(self) -> None:
         """Note that the gateway could not reach the engine: other requests avoid it for a moment, nobody is blamed."""
         self._attempt.chosen.worker_failed()

@@ -35,6 +35,7 @@ from warmfleet.api.listening.server import Sockets
 from warmfleet.cli.local.ports import free_port
 from warmfleet.main import server
 from warmfleet.picker import calls, service, session
+from warmfleet.pools import outliers
 from warmfleet.settings import Settings
 from warmfleet.timing import Timing
 
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from warmfleet.picker.port import Port
 
 DUPLEX = (FULL_DUPLEX, FULL_DUPLEX)
-SUBSET = "x-gateway-destination-endpoint-subset"
+ENDPOINT = "x-gateway-destination-endpoint"
+SUBSET = f"{ENDPOINT}-subset"
 PATH = "/v1/completions"
 EVENTS = "text/event-stream; charset=utf-8"
 
@@ -115,6 +117,13 @@ async def made(valkey_url: str, model: str, **settings: Any) -> AsyncIterator[Wo
         gateway(port) as client,
     ):
         yield World(router, upstream, client, model)
+
+
+def shared(world: World) -> calls.Calls:
+    """Return the state that the replica's calls share."""
+    closure = world.port.routes[service.PROCESS].__closure__ or ()
+    [found] = [cell.cell_contents for cell in closure if isinstance(cell.cell_contents, calls.Calls)]
+    return found
 
 
 @pytest.fixture
@@ -210,6 +219,23 @@ async def test_buffered_and_none(world: World) -> None:
     await world.settled("finished")
 
 
+async def test_a_short_stream_that_passes_the_picker_by(world: World) -> None:
+    """A gateway that closes its side tells that the answer ended; a reset so soon tells nothing of its end."""
+    for count in (1, 2):
+        call, _ = await world.placed((FULL_DUPLEX, NONE))
+        await call.send(response_headers=headers(__status="200", content_type=EVENTS))
+        await call.read()
+        await call.half_close()
+        await world.settled("finished", count)
+    call, _ = await world.placed((FULL_DUPLEX, NONE))
+    await call.send(response_headers=headers(__status="200", content_type=EVENTS))
+    await call.read()
+    call.cancel()
+    await poll(lambda: not shared(world).open, 10, "the call is over")
+    assert await world.outcome("finished") == 2
+    assert await world.replica.load() > 0
+
+
 async def test_buffered_and_streamed(world: World) -> None:
     call, _ = await world.placed((BUFFERED, STREAMED))
     await call.send(response_headers=headers(__status="200", content_type=EVENTS))
@@ -220,6 +246,55 @@ async def test_buffered_and_streamed(world: World) -> None:
         assert told.kind == "response_body"
         assert not told.common.HasField("body_mutation"), "the piece passes unchanged"
     await world.settled("finished")
+
+
+async def test_a_buffered_request_loses_the_clients_endpoint(world: World) -> None:
+    """If the gateway went on without a body, it would ask the host that the client named."""
+    call = await world.begun((BUFFERED, NONE), given={ENDPOINT.replace("-", "_"): "10.0.0.9:22"})
+    told = await call.read()
+    assert told.kind == "request_headers"
+    assert [*told.common.header_mutation.remove_headers] == [ENDPOINT]
+    await call.send(request_trailers=trailers())
+    assert (await call.read()).message.immediate_response.status.code == 400
+
+
+@pytest.mark.parametrize("modes", [(mode, NONE) for mode in (FULL_DUPLEX, STREAMED, NONE)])
+async def test_trailers_are_answered_behind_the_headers(
+    world: World, modes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picking, chosen = shared(world).picking, asyncio.Event()
+    choose = picking.any
+
+    async def slow(*given: Any, **more: Any) -> Any:
+        await chosen.wait()
+        return await choose(*given, **more)
+
+    monkeypatch.setattr(picking, "any", slow)
+    call = world.gateway.call()
+    fields: dict[str, Any] = {"__method": "GET", "__path": "/v1/models", ENDPOINT.replace("-", "_"): "10.0.0.9:22"}
+    await call.send(request_headers=headers(**fields), modes=modes)
+    await poll(lambda: shared(world).open, 10, "the headers came")
+    began = [opened.heard_at for opened in shared(world).open]
+    await call.send(request_trailers=trailers())
+    await poll(lambda: began != [opened.heard_at for opened in shared(world).open], 10, "the trailers came")
+    chosen.set()
+    assert (await call.read()).endpoints == (world.address, world.address)
+    assert (await call.read()).kind == "request_trailers"
+
+
+async def test_empty_pieces_are_not_kept(world: World) -> None:
+    call = await world.begun()
+    for _ in range(50):
+        await call.send(request_body=body(b""))
+    await call.send(request_body=body(world.body()))
+
+    def pieces() -> list[list[bytes]]:
+        return [opened._body for opened in shared(world).open if isinstance(opened, session.Session) and opened.held]
+
+    await poll(pieces, 10, "the body came")
+    assert pieces() == [[world.body()]]
+    await call.send(request_body=body(ends=True))
+    assert (await call.read()).endpoints == (world.address, world.address)
 
 
 @pytest.mark.parametrize("mode", [NONE, STREAMED])
@@ -379,6 +454,23 @@ async def test_whose_answer_it_is(
     )
 
 
+@pytest.mark.parametrize(("proof", "judged"), [("attributes", True), ("metadata", True), (None, False)])
+async def test_an_engine_that_fails_everything_is_judged(world: World, proof: str | None, judged: bool) -> None:
+    """Where the gateway tells that the engine gave the answers, they count as at a replica's own port."""
+    told = {
+        "attributes": {session.FILTER: {"upstream.address": world.address}},
+        "metadata": {"envoy.lb": {session.SERVED_KEY: world.address}},
+    }
+    more: dict[str, Any] = {proof: told[proof]} if proof else {}
+    pool = world.server._doors.unready.__self__.all[0]
+    for _ in range(outliers.FAILURES):
+        call, _ = await world.placed()
+        assert pool.outliers.verdicts == {}
+        await call.send(response_headers=headers(__status="500", ends=True), **more)
+        await call.read()
+    assert [*pool.outliers.verdicts.values()] == [False] * judged
+
+
 async def test_a_gateway_that_cancels(world: World) -> None:
     call, _ = await world.placed()
     call.cancel()
@@ -411,15 +503,14 @@ async def test_request_max_ends_a_call(valkey_url: str, model: str) -> None:
 
 async def test_the_flow_is_that_of_the_fairness_id(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    closure = world.port.routes[service.PROCESS].__closure__ or ()
-    [shared] = [cell.cell_contents for cell in closure if isinstance(cell.cell_contents, calls.Calls)]
-    place = shared.picking.place
+    picking = shared(world).picking
+    place = picking.place
 
     async def noted(call: Any, *rest: Any, **more: Any) -> Any:
         seen.append(call)
         return await place(call, *rest, **more)
 
-    monkeypatch.setattr(shared.picking, "place", noted)
+    monkeypatch.setattr(picking, "place", noted)
     for given in (
         {"x_gateway_inference_fairness_id": "team-a", "x_slo_ttft_ms": "250", "x_request_timeout_ms": "900"},
         {"x_llm_d_inference_fairness_id": "team-a"},
@@ -441,6 +532,25 @@ async def test_clients_keys(valkey_url: str, model: str, tmp_path: Any) -> None:
         _, told = await world.placed(given={"authorization": "Bearer secret", "x_data_parallel_rank": "3"})
         removed = {*told.common.header_mutation.remove_headers}
         assert removed == {"authorization", "x-data-parallel-rank"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "key"),
+    [
+        ({"worker_api_key": "engines"}, {"x_api_key": "mine"}, b"Bearer engines"),
+        ({"worker_api_key": "engines"}, {"authorization": "Bearer mine", "x_api_key": "mine"}, b"Bearer engines"),
+        ({}, {"x_api_key": "mine"}, b"Bearer mine"),
+        ({}, {"authorization": "Bearer mine", "x_api_key": "other"}, None),
+    ],
+)
+async def test_engines_get_no_keys_of_clients(
+    valkey_url: str, model: str, settings: dict[str, str], given: dict[str, str], key: bytes | None
+) -> None:
+    """They get the headers that they get from a replica's own port: no second key, and no operator's."""
+    async with made(valkey_url, model, answer_headers="all", **settings) as world:
+        _, told = await world.placed(given={**given, "x_warmfleet_explain": "operator"})
+        assert {*told.common.header_mutation.remove_headers} == {"x-api-key", "x-warmfleet-explain"}
+        assert told.set_headers.get("authorization") == key
 
 
 # ---------------------------------------------------------------- health, the end
