@@ -1,21 +1,22 @@
 --[[
 apply: applies the next entries of one worker's stream to the index: stored, removed, chunk, heartbeat, progress,
-digests and image, in the order of the stream. It stops before an entry for apply_control: one that changes the worker's
-slots, or one that shows that the stream was made anew or breaks the rules.
+digests, image, ended, running and tally, in the order of the stream. It stops before an entry for apply_control: one
+that changes the worker's slots, or one that shows that the stream was made anew or breaks the rules.
 
 Guarantee: each entry is applied exactly once, whichever replicas call apply and however often: the call that applies
-an entry also moves the cursor and trims the entry. A stream changes only the slots, the record, the row and the leases
-of its own worker, the blocks of the stores that it reads, and the pool's reports of images. While Redis is short of
-memory (tick decides that) no block is inserted, no digest is compared and no image is reported; a worker whose blocks
-were left out is PARTIAL until the index equals its engine's block table again.
+an entry also moves the cursor and trims the entry. A tally or leave that ends more reservations than one call may end
+stays in the stream until a later call has ended the last. A stream changes only the slots, the record, the row and the
+leases of its own worker, the blocks of the stores that it reads, and the pool's reports of images. While Redis is short
+of memory (tick decides that) no block is inserted, no digest is compared and no image is reported; a worker whose
+blocks were left out is PARTIAL until the index equals its engine's block table again.
 
-ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8)
+ARGV: prefix, worker_id, max_blocks (an entry counts as its bytes / 8, one of apply/reservations as its price)
 Returns: {entries that were applied, block hashes in these entries, next, suspect}
       next: 0 NOTHING (the stream is empty), 1 APPLY (call apply again), 2 CONTROL (call apply_control)
       suspect: 1 if this call found a sign that the engine hashes otherwise, so that a probe is due (apply/progress)
-Cost: O(max_blocks), 0.3-0.45 ms cold at 128
-Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, b:<hash>, e:<hash>, s:<slot>,
-      x:<hash>, c:<slot>:<id>
+Cost: O(max_blocks), 0.3-0.45 ms cold at 128; with an entry of apply/reservations up to 2 ms
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, running:<worker_id>, b:<hash>,
+      e:<hash>, s:<slot>, x:<hash>, c:<slot>:<id>, client:<tag>, tokens:<tag>
 --]]
 local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
   counts_key, tick_key, sets_key, tiers_key, stores_key, images_key, servers_key = unpack(KEYS)
@@ -58,7 +59,7 @@ if capacity ~= row[CAPACITY_BLOCKS_FIELD] then row[CAPACITY_BLOCKS_FIELD], chang
 
 local entry_of, resync = include "shared/stream_entry", include "shared/resync"
 local _, _, ask_resync = resync(resync_key, retired_key, digest_key, worker_id, now, truth, changed)
-local function count(name) call("HINCRBY", counts_key, name, 1) end
+local function count(name, number) call("HINCRBY", counts_key, name, number or 1) end
 local function lost(cause) count(cause) ask_resync(record, cause) end
 
 local function integers(list, first)
@@ -77,8 +78,14 @@ end
 
 local operation = {} -- name -> function(data, time in ms), which returns false if the data is malformed
 local add_block_events, add_progress = include "apply/block_events", include "apply/progress"
+local give_back = (include "apply/give_back")(state)
 local change, room = add_block_events(state, operation, count, lost)
-add_progress(state, operation, lease_key, count, parse_list, integers);
+local confirm, reopen, leave, price
+if record.ends then
+  confirm, reopen, leave, price =
+    (include "apply/reservations")(state, operation, lease_key, now, give_back, count, parse_list, integers)
+end
+add_progress(state, operation, lease_key, give_back, count, parse_list, integers, confirm, reopen);
 (include "apply/images")(state, operation, images_key, servers_key, clock, count, parse_list, integers)
 local write_sets = record.sets and (include "apply/further_sets")(state, operation, CONTROL,
   { sets_key, tiers_key, retired_key, digest_key, stores_key }, count, ask_resync, integers, change, room)
@@ -120,12 +127,17 @@ function operation.heartbeat(data, time)
 end
 
 -- Applies an entry of the worker's current process. Its batch number shows whether entries before it were lost, or
--- whether it was applied before.
+-- whether it was applied before. Returns true if the entry must be applied again.
 local function apply(batch, name, data, time)
   if batch <= last then return count("duplicate") end
   if batch ~= last + 1 then lost("gap") end
   last = batch
-  if not operation[name] or operation[name](data, time) == false then count("malformed") end
+  local act, result = operation[name], false
+  if act then result = act(data, time) end
+  if result == false then count("malformed") end
+  if result ~= "unfinished" then return end
+  last = batch - 1
+  return true
 end
 
 -- Applied entries are trimmed. A first entry at or before the cursor shows that the stream was deleted and made anew.
@@ -135,28 +147,36 @@ ms, sequence = tonumber(ms), tonumber(sequence)
 local entries, spent = 0, 0 -- entries that were applied; blocks that they count as
 local from, want = "-", 1 -- read one entry first: a full batch of blocks is all that one call may apply
 local full, control = false, false -- whether no further entry fits into this call; whether the next is apply_control's
+local unfinished = false -- whether the next entry was applied in part, and stays in the stream
 repeat
   local page = call("XRANGE", stream_key, from, "+", "COUNT", want)
   for _, item in ipairs(page) do
     local fields, id_ms, id_sequence, hostile, good = item[2], entry_of(item, now)
     local ahead = id_ms > ms or (id_ms == ms and id_sequence > sequence)
     local mine = fields[2] == record.nonce
-    local cost = math.max(4, math.min(max_blocks, math.ceil(#(fields[8] or "") / 8)))
+    local bytes = #(fields[8] or "")
+    local cost = math.max(4, math.min(max_blocks, price and price(fields[6], bytes) or bytes / 8))
     control = not ahead or hostile or (good and (fields[6] == "join" or mine) and CONTROL[fields[6]])
     full = spent > 0 and spent + cost > max_blocks
+    if leave and control and ahead and not hostile and mine and fields[6] == "leave" and tonumber(fields[4]) > last then
+      unfinished = not full and leave() ~= nil
+      control = not full and not unfinished
+    elseif not control and not full then
+      if not good or not mine then
+        count(good and "nonce" or "malformed")
+      else
+        unfinished = apply(tonumber(fields[4]), fields[6], fields[8], math.min(id_ms, now)) == true
+      end
+    end
+    full = full or unfinished
     if control or full then break end
     -- Only from here on the entry counts as applied: everything up to the cursor is trimmed at the end of this call.
     ms, sequence, cursor, spent, entries = id_ms, id_sequence, item[1], spent + cost, entries + 1
-    if not good or not mine then
-      count(good and "nonce" or "malformed")
-    else
-      apply(tonumber(fields[4]), fields[6], fields[8], math.min(id_ms, now))
-    end
   end
   full, from, want = full or #page < want or spent >= max_blocks, "(" .. cursor, PAGE
 until control or full
 
-if entries > 0 then
+if entries > 0 or changed.row or unfinished then
   call("HSET", cursor_key, stream, cursor)
   call("XTRIM", stream_key, "MINID", string.format("%.0f-%.0f", ms, sequence + 1))
   if state.seen then call("ZADD", alive_key, state.seen, worker_id) end
@@ -171,7 +191,12 @@ if entries > 0 then
   call("HSET", batch_key, worker_id, last)
   local command = cjson.decode(call("GET", command_key) or "{}")
   command.nonce, command.applied = record.nonce, last
+  if state.lists == "begun" and command["do"] == "list" then command.id, command["do"] = nil, nil end
+  if state.lists == "asked" and (not command.id or command["do"] == "list") then
+    command.id, command["do"] = redis.sha1hex(worker_id .. clock[1] .. clock[2]):sub(1, 8), "list"
+  end
   call("SET", command_key, cjson.encode(command))
 end
-local following = control and NEXT_CONTROL or call("XLEN", stream_key) > 0 and NEXT_APPLY or NEXT_NOTHING
+local following = control and NEXT_CONTROL
+  or call("XLEN", stream_key) > 0 and NEXT_APPLY or NEXT_NOTHING
 return { entries, state.blocks, following, changed.suspect or 0 }

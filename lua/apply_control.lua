@@ -11,13 +11,14 @@ far future, is deleted, and its worker has the flag HOSTILE until it joins anew.
 ARGV: prefix, worker_id, max_entries, ttl_ms
 Returns: {entries that were applied, 0, next}; next: 0 NOTHING (the stream is empty), 1 APPLY (call apply)
 Cost: O(max_entries), no blocks are touched
-Keys that depend on data: events:<worker_id>, command:<worker_id>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, running:<worker_id>
 --]]
 local workers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, next_slot_key,
   resync_key, retired_key, counts_key, servers_key, sets_key, tiers_key, stores_key = unpack(KEYS)
 local prefix, worker_id, max_entries, ttl_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local stream = "events:" .. worker_id
 local stream_key, command_key = prefix .. stream, prefix .. "command:" .. worker_id
+local running_key = prefix .. "running:" .. worker_id
 local JSON_BYTES = 4096
 
 local call = redis.call
@@ -80,7 +81,7 @@ local function join(data, time, nonce, batch, id)
   if record then drop_sets(record, fresh.sets) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
-    + (fresh.sets and FLAG_SETS or 0)
+    + (fresh.sets and FLAG_SETS or 0) + (fresh.ends and FLAG_ENDS or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends draining
   local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
   if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end
@@ -93,6 +94,7 @@ local function join(data, time, nonce, batch, id)
   for _, set in pairs(record.sets or {}) do set.slot = slot_of(set) end
   call("ZADD", alive_key, time, worker_id)
   call("ZREM", resync_key, worker_id)
+  if not fresh.ends then call("UNLINK", running_key) end -- else a list of the reservations that it has follows
   if same_process then ask_resync(record, "rejoin") end
 end
 
@@ -106,6 +108,7 @@ function control.leave()
   call("ZREM", alive_key, worker_id)
   record.left = true
   row[FLAGS_FIELD] = bit.band(row[FLAGS_FIELD], bit.bnot(FLAG_UNHEARD)) -- no replica keeps it routable now (vouch)
+  record.listing = nil
 end
 function control.begin(data) begin(record, command, parse(data)) end
 control["end"] = function(data) finish(record, row, parse(data)) end
@@ -131,6 +134,8 @@ local function enter(fields, good, time, id)
   if mine and not act then return "stop" end
   if not good then return count("malformed") end
   batch = tonumber(batch)
+  local owes = mine and name == "leave" and record.ends and batch > last and call("EXISTS", running_key) == 1
+  if owes then return "stop" end -- apply first gives back what the worker had
   if name == "join" and not mine then return join(data, time, nonce, batch, id) end
   if not mine then return count("nonce") end
   if batch <= last then return count("duplicate") end

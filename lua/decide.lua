@@ -2,7 +2,8 @@
 decide: chooses a worker for one request and books the request's load there, in one atomic step for the whole fleet.
 
 Guarantee: decisions take effect as if they were made one after another. The same state and the same request give the
-same choice. An id that is booked already gets its stored answer; an id that ended before it was booked books nothing.
+same choice. An id that is booked already gets its stored answer, unless its engine has reported its end: then it is
+booked anew. An id that ended before it was booked books nothing.
 Steps (each a part, see lua/README.md; before step 2 shared/client_limits may refuse a client over its limits):
 1. shared/candidates: the workers that are alive and routable, with what is booked on each.
 2. decide/prefix_match: how much of the prompt each candidate holds, or will hold once open reservations are computed.
@@ -40,7 +41,7 @@ Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0
       booked; or {DRY, worker_id, why, then the state of the choice as decide/dump_state describes it}
 Cost: O(workers + max_probes + checkpoints), also 256 tickets while tickets wait; at most 8 leases reaped
 Keys that depend on data: b:<hash>, e:<hash>, x:<hash>, s:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions,
-      session_line, places, way:<tenant><hash>
+      session_line, places, way:<tenant><hash>, running:<worker_id>
 --]]
 local alive_key, load_key, workers_key, servers_key, leases_key, lease_key, tick_key, counts_key, queue2_key,
   sets_key, tiers_key = unpack(KEYS)
@@ -84,7 +85,7 @@ local function url_of(worker, flags)
 end
 
 local known = mode ~= MODE_DRY and call("HGET", lease_key, id)
-if known then
+if known and known:byte(LEASE_STAGE_AT) ~= STAGE_ENDED then -- an id whose end its engine has reported is booked anew
   local _, _, prefill, decode, own, tokens, stage, length, worker_at = unpack_from(LEASE, known)
   if stage == STAGE_TOMBSTONE then return redis.error_reply("CANCELLED " .. id .. " ended before it was booked") end
   local worker = sub(known, worker_at, worker_at + length - 1)

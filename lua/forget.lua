@@ -9,8 +9,8 @@ named it. Its open reservations do not count for a worker that joins under its i
 ARGV: prefix, worker_id, silent_ms (0: delete the worker even if it lives)
 Returns: 1 if the worker or its server was deleted, else 0
 Cost: O(workers + artifact chunks)
-Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, server:<server_id>,
-      artifact:<server_id>:<sha256>
+Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, running:<worker_id>,
+      server:<server_id>, artifact:<server_id>:<sha256>
 --]]
 local workers_key, servers_key, load_key, alive_key, alive_servers_key, cursor_key, batch_key, digest_key, resync_key,
   retired_key, ejections_key, sets_key, tiers_key, stores_key = unpack(KEYS)
@@ -43,7 +43,8 @@ local function forget_worker()
   call("HDEL", digest_key, worker_id, "~" .. worker_id)
   call("HDEL", cursor_key, "events:" .. worker_id)
   call("ZREM", alive_key, worker_id)
-  call("UNLINK", prefix .. "events:" .. worker_id, prefix .. "command:" .. worker_id, prefix .. "probe:" .. worker_id)
+  call("UNLINK", prefix .. "events:" .. worker_id, prefix .. "command:" .. worker_id, prefix .. "probe:" .. worker_id,
+    prefix .. "running:" .. worker_id)
   return (row or record) and 1 or 0
 end
 

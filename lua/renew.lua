@@ -1,7 +1,8 @@
 --[[
 renew: keeps the leases of running requests alive, in bulk, and books anew those that Redis has lost.
 
-Guarantee: a known open lease gets a new expiry. If its replica says that the first token came and the lease does not
+Guarantee: a known open lease gets a new expiry, also one whose end its engine has reported: its replica still sends
+the answer, and will settle it. If its replica says that the first token came and the lease does not
 say so, the lease becomes STARTED; nothing else changes. An unknown id is booked anew on its worker with the figures of
 the replica: so reservations are rebuilt after Redis came back empty. Refused are a tombstone (the request ended before
 it was booked), a lingering lease (the request is finished), and an unknown id on a forgotten worker.
@@ -65,7 +66,7 @@ for i = FIRST_RESERVATION, #ARGV, RESERVATION_FIELDS do
   if lease then
     local stage = lease:byte(LEASE_STAGE_AT)
     if stage == STAGE_BOOKED and ARGV[i + 4] == "1" then start(id, lease) end
-    if stage < STAGE_LINGERING then
+    if stage < STAGE_LINGERING or stage == STAGE_ENDED then
       keep(id)
       renewed = renewed + 1
     else

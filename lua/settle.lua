@@ -1,8 +1,9 @@
 --[[
 settle: notes the first token or the end of a reservation, and takes its load off the worker's row.
 
-Guarantee: subtracts exactly the load that the lease still has, once; a repeated call changes nothing. Nothing is
-subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
+Guarantee: subtracts exactly the load that the lease still has, once; a repeated call changes nothing. If the engine
+has reported the end before (apply/reservations), the lease has no load any more, and settle does all the rest. Nothing
+is subtracted from a worker that has joined anew (another epoch). If an id was never booked and its outcome is failed,
 cancelled or unsent, a tombstone is left, so that a decide that arrives later books nothing. After `finished`, the
 blocks that the request computed and the engine has not yet reported count as held by the worker for linger_ms: the
 report is on its way. An approximate worker reports nothing: Redis guesses its cache (settle/mirror). First tokens
@@ -21,7 +22,8 @@ ARGV: prefix, id, outcome (started; due: as started, but estimated by a replica'
 Returns: {STARTED, SETTLED, UNKNOWN (never booked, or ended long ago) or SAME (nothing is changed)}; after SETTLED the
       cached tokens of the prompt, if the engine reported them and they were compared with the predicted match
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
-Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions, places
+Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions, places,
+      running:<worker_id>
 --]]
 local load_key, leases_key, lease_key = unpack(KEYS)
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
@@ -54,7 +56,8 @@ if not lease then
 end
 
 local epoch, slot, prefill, decode, matched, prompt, stage, length, at = struct.unpack(LEASE, lease)
-if stage > STAGE_STARTED or (stage == STAGE_STARTED and starts) then return { "SAME" } end
+local ended = stage == STAGE_ENDED -- its engine has told its end, so its load was given back
+if stage > STAGE_STARTED and not ended or (stage ~= STAGE_BOOKED and starts) then return { "SAME" } end
 call("HDEL", lease_key, id)
 -- Replace the bytes of the worker's row from one position up to another.
 local function change(worker, from, bytes, to)
@@ -79,7 +82,10 @@ if starts then
 else
   row = release.load(lease, outcome == "unsent")
   local client = release.client(id)
-  if client then client.spend(tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or 0) end
+  if client then
+    local counted = ended and prefill or 0 -- tokens of the answer, as the engine told them
+    client.spend((tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or counted) - counted)
+  end
   local session = ARGV[SESSION_ID]
   if session then
     (include "settle/session")(prefix, now, session, ARGV[FINISH], tonumber(ARGV[CONTEXT_TOKENS]) or 0)

@@ -109,7 +109,8 @@ class Engine:
     def join(self, membership: Membership, artifacts: Mapping[str, bytes]) -> None:
         """Join a fleet: start the publishers, which have threads of their own."""
         self.halves = Halves(membership, self.core, self.tracker, self.tokenizer, artifacts)
-        self.core.progress = self.halves.progress
+        halves = self.halves
+        self.core.arrived, self.core.progress, self.core.ended = halves.arrived, halves.progress, halves.ended
         self.halves.start()
 
     def publish_kv_events(self, ports: tuple[int, int] = (0, 0)) -> KvEvents:

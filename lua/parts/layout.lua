@@ -32,6 +32,11 @@ local GRACE_AFTER_MS = 2500 -- age of the last tick beyond which heartbeats have
 local BRIEF_AT = PREFILL_TOKENS_AT
 local ROW_BRIEF = ">i4i4i8I6I4I4I4I4I4I2I6I4"
 
+-- The reservations that an engine has (shared/running)
+local BELIEVED_MS = 30000 -- time after an engine's last right tally during which leases that it has are extended
+local EXTENDED_MS = 15000 -- time by which such a lease is extended when it is due
+local RUNNING_AT_ONCE = 64 -- most reservations in an entry
+
 -- Streams
 local BATCH_BLOCKS = 128 -- most blocks in an entry of a worker's stream
 local SCHEMA = 1 -- the version of the announcements of workers and API servers

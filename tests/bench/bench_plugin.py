@@ -9,8 +9,9 @@ work on the machine hits all ways alike. A pause of 2 ms after each step stands 
 ``thread_ms``: CPU of the engine's thread for a request, that of the block hashes left out, which vLLM computes
 elsewhere. ``process_ms``: CPU of the whole process for a request, the plugin's own thread with it. Both are those of
 the least disturbed turn. ``noted_us``: the median of the CPU in which that thread notes a finished request for the
-order of eviction. ``step_...``: how long a step takes (``schedule`` and ``update_from_output``), in ms of wall time;
-``step_cpu_p99_ms`` in ms of its thread's CPU, which other work on the machine hardly changes.
+order of eviction. ``ended_us``: the CPU in which it reports the request's end. ``step_...``: how long a step takes
+(``schedule`` and ``update_from_output``), in ms of wall time; ``step_cpu_p99_ms`` in ms of its thread's CPU, which
+other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -82,12 +83,14 @@ class Core:
         walls, cpus = (sorted(1e3 * step[at] for turn in turns for step in turn["steps_s"]) for at in (0, 1))
         thread = [1e3 * sum(cpu for _, cpu in turn["steps_s"]) / TURN for turn in turns]
         noted = [1e6 * seconds for turn in turns for seconds in turn["noted_s"]]
+        ended = [1e6 * sum(turn["ended_s"]) / TURN for turn in turns]
         process = [1e3 * turn["process_s"] / TURN for turn in turns]
         return {
             "thread_ms": round(min(thread), 3),
             "thread_median_ms": round(statistics.median(thread), 3),
             "process_ms": round(min(process), 3),
             "noted_us": round(statistics.median(noted or [0.0]), 1),
+            "ended_us": round(statistics.median(ended), 1),
             "step_p50_ms": round(walls[len(walls) // 2], 3),
             "step_p99_ms": round(walls[len(walls) * 99 // 100], 3),
             "step_cpu_p99_ms": round(cpus[len(cpus) * 99 // 100], 3),

@@ -103,6 +103,30 @@ async def test_prefills_of_reservations_are_reported(valkey_url: str, model: str
     assert reports == [(reservation, 0, 40), (reservation, 32, 40)]
 
 
+async def test_ends_of_requests_are_reported(valkey_url: str, model: str) -> None:
+    engine = Engine(config(StepCosts(0.02, 0.0)), demo_identity(), Served(("demo",)))
+    reports: list[tuple[str, int, str]] = []
+    ids = {"X-Request-Id": "wf-" + "a" * 22 + ".x"}
+    async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url) as http:
+        engine.join(Membership(valkey_url, model, ("demo",), "s1", up.url), {})
+        assert engine.halves is not None
+        engine.halves.worker.ended = lambda *report: reports.append(report)  # type: ignore[method-assign]
+        body = {"prompt": list(range(40)), "max_tokens": 3, "ignore_eos": True, "stream": True}
+        await http.post("/v1/completions", json=body, headers=ids)
+        assert [(tokens, reason) for _, tokens, reason in reports] == [(3, "length")]
+        async with http.stream("POST", "/v1/completions", json=body | {"max_tokens": 500}, headers=ids) as answer:
+            await anext(answer.aiter_bytes())
+            assert engine.core.requests() == [reports[0][0]]
+
+        async def aborted() -> bool:
+            return len(reports) == 2
+
+        await poll(aborted)
+    assert reports[1][2] == "abort"
+    assert 0 < reports[1][1] < 500
+    assert engine.core.requests() == []
+
+
 async def test_foreign_load_is_what_no_router_sent() -> None:
     engine = Engine(config(StepCosts(0.05, 0.0)), demo_identity(), Served(("demo",)))
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url) as http:

@@ -23,7 +23,7 @@ from warmfleet.fleet import (
     Standing,
     new_reservation,
 )
-from warmfleet.fleet.rows import Trait
+from warmfleet.fleet.rows import Lease, Stage, Trait
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
@@ -541,6 +541,19 @@ async def test_a_place_that_nobody_takes_is_given_up(sessions: Sessions) -> None
     await sessions.change(lost, heard_ms=(await sessions.record(lost)).heard_ms - 6_000)
     await sessions.tick()
     assert await sessions.standing(later) == [Standing.TURN]
+
+
+async def test_requests_that_their_engine_has_ended_do_not_keep_a_place(sessions: Sessions) -> None:
+    agent = Agent()
+    await sessions.step(agent, LARGE)
+    await sessions.passes(agent, 40)
+    assert agent.asked is not None
+    store, key, reserved = sessions.keyspace.store, sessions.keyspace.keys.lease, agent.asked.reservation
+    packed: Any = await cast("Any", store.hget(key, reserved))
+    ended = replace(Lease.unpack(packed), stage=Stage.ENDED)
+    await cast("Any", store.hset(key, reserved, ended.pack()))
+    await sessions.tick()
+    assert (await sessions.record(agent)).running == 0
 
 
 async def test_requests_that_were_lost_with_their_replica_do_not_keep_a_place(sessions: Sessions) -> None:

@@ -119,19 +119,27 @@ class Answers:
         self.core = core
         self.said = said
         self.noted_s: list[float] = []
+        self.ended_s: list[float] = []  # three for each request: noted as new, as ended, reported
         self._time_notes()
 
     def _time_notes(self) -> None:
+        from warmfleet_worker.vllm_hooks.engine_core import SchedulerReporter
         from warmfleet_worker.vllm_hooks.eviction import EvictionHook
 
-        noted = EvictionHook._freed
+        def time_calls(owner: Any, name: str, spent_s: list[float]) -> None:
+            function = getattr(owner, name)
 
-        def timed(hook: Any, *arguments: Any) -> None:
-            began = time.thread_time()
-            noted(hook, *arguments)
-            self.noted_s.append(time.thread_time() - began)
+            def timed(*arguments: Any) -> None:
+                began = time.thread_time()
+                function(*arguments)
+                spent_s.append(time.thread_time() - began)
 
-        EvictionHook._freed = timed  # type: ignore[method-assign, assignment]
+            setattr(owner, name, timed)
+
+        time_calls(EvictionHook, "_freed", self.noted_s)
+        time_calls(SchedulerReporter, "added", self.ended_s)
+        time_calls(SchedulerReporter, "freed", self.ended_s)
+        time_calls(SchedulerReporter, "updated", self.ended_s)
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
         """Run this many requests to their end, four at a time; every second one continues an earlier prompt.
@@ -162,7 +170,8 @@ class Answers:
         """Run this many new prompts to their end, four at a time; a pause after each step stands for the model's work.
 
         Every conversation ends if CORE_ENDS is set. Returns CPU seconds of the whole process so far, (seconds, CPU
-        seconds of this thread) of each step, and CPU seconds in which the plugin noted each finished request.
+        seconds of this thread) of each step, and CPU seconds in which the plugin noted each finished request
+        for eviction, and reported its end.
         """
         core, steps = self.core, []
         mark = "~" if "CORE_ENDS" in os.environ else ""
@@ -175,7 +184,8 @@ class Answers:
                 steps.append((time.perf_counter() - began, time.thread_time() - cpu))
                 time.sleep(pause_s)
         noted, self.noted_s[:] = list(self.noted_s), []
-        return {"process_s": time.process_time(), "steps_s": steps, "noted_s": noted}
+        ended, self.ended_s[:] = list(self.ended_s), []
+        return {"process_s": time.process_time(), "steps_s": steps, "noted_s": noted, "ended_s": ended}
 
     def cached(self, prompt: list[int]) -> dict[str, Any]:
         """Run one request alone; returns the tokens of its prompt that were cached before, and the table afterwards."""

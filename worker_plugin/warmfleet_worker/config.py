@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.load import LOAD_CHECK_SECONDS
 from warmfleet_worker.protocol import wire
@@ -26,7 +26,7 @@ class PublisherConfig:
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
     so that a held block's predecessors are always held, too. labels: see ``protocol.labels``. sets: the further sets of
     blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token, and the name of its `store` if
-    several engines may read it.
+    several engines may read it. ends: it reports the ends of requests.
     """
 
     redis_url: str
@@ -41,10 +41,13 @@ class PublisherConfig:
     closed: bool = True
     labels: Mapping[str, str] = field(default_factory=dict)
     sets: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
+    ends: bool = False
 
     def join(self) -> str:
         """Return the data of a join entry."""
-        further = {"sets": {kind: dict(told) for kind, told in self.sets.items()}} if self.sets else {}
+        further: dict[str, Any] = {"ends": 1} if self.ends else {}
+        if self.sets:
+            further["sets"] = {kind: dict(told) for kind, told in self.sets.items()}
         return wire.dumps(
             {
                 **further,
@@ -95,6 +98,7 @@ class Due:
     heartbeat: float = 0.0
     load: float = 0.0
     command: float = 0.0
+    compare: float = 0.0  # the reservations of the engine's requests with those that Redis was told of
     yields: float = 0.0  # read with the next entries that are sent from then on, so it wakes nobody up
     reply: float = float("inf")  # when the key ``command`` may hold the answer to the last heartbeat
 

@@ -1,8 +1,8 @@
 """The thread that writes one engine core's stream into Redis. The protocol is tabled in lua/README.md.
 
-The engine's thread only appends to bounded queues (``Transitions``, ``progress``). Everything else runs in one daemon
-thread, and every wait, error and retry happens there. That thread shares the GIL with the engine, so its work is paced:
-at most DRAIN_RECORDS changes or BURST_CHUNKS chunks between two round trips to Redis.
+The engine's thread only appends to bounded queues (``Transitions``, ``progress``, ``ended``). Everything else runs in
+one daemon thread, and every wait, error and retry happens there. That thread shares the GIL with the engine, so its
+work is paced: at most DRAIN_RECORDS changes or BURST_CHUNKS chunks between two round trips to Redis.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.reservations import Reservations
 from warmfleet_worker.seen_images import SeenImages
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from warmfleet_worker.pool_assignment import PoolAssignment
+    from warmfleet_worker.reservations import End
     from warmfleet_worker.tracker import Run, Transitions
 
 logger = logging.getLogger("vllm.warmfleet")
@@ -51,12 +53,13 @@ class SnapshotRequest:
 class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
-    ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, up to its timeout.
-    ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the pool
-    is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another. yielded:
-    called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for them.
-    sets: the changes of further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured picoseconds
-    that loading a byte takes; called there. ``images``: what the engine has seen, which its thread notes there.
+    ``start``, ``progress``, ``arrived``, ``ended`` and ``stop`` may be called from any thread; only ``stop`` waits, up
+    to its timeout. ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the
+    pool is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another.
+    yielded: called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for
+    them. sets: the changes of further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured
+    picoseconds that loading a byte takes; called there. requests: for an engine that reports all requests by
+    ``arrived`` and ``ended``: see ``Reservations``. ``images``: what the engine has seen, which its thread notes there.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class WorkerPublisher:
         yielded: Callable[[list[str]], None] | None = None,
         sets: Mapping[str, Transitions] | None = None,
         ps_per_byte: Callable[[], Mapping[str, int]] = dict,
+        requests: Callable[[], Collection[str] | None] | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = replace(config, ends=requests is not None)
+        self._reservations = None if requests is None else Reservations(requests)
         self._main = BlockSet(transitions)
         self._further = [BlockSet(further, kind) for kind, further in (sets or {}).items()]
         self._ps_per_byte = ps_per_byte
@@ -95,6 +100,8 @@ class WorkerPublisher:
         self._obeyed_ids: deque[str] = deque(maxlen=64)
         self._reported_load, self._due, self._rival, self._smoothed_load = Load(), Due(), Rival(), SmoothedLoad()
         self._standstill, self._stands_still = Standstill(), False
+        self._can_tally = True  # whether the engine can tell which requests it has
+        self._tells_all = False  # whether the fleet needs a list of all reservations that the engine has
 
     def _open(self, tag: str) -> None:
         """Write into the stream of this pool from now on."""
@@ -132,6 +139,19 @@ class WorkerPublisher:
         self._progress.append((reservation_id, cached_tokens, prompt_tokens))
         if not self._wake.is_set():
             self._wake.set()
+
+    def arrived(self, request_id: str) -> None:
+        """Note that a request has come to the engine. Called by the engine's thread."""
+        if self._reservations is not None:
+            self._reservations.arrive(request_id)
+
+    def ended(self, request_id: str, output_tokens: int, reason: str) -> None:
+        """Report that a request of the engine was finished or aborted. Called by the engine's thread.
+
+        Call it after ``progress`` of the same request. It wakes nobody up: the report goes with the next flush.
+        """
+        if self._reservations is not None:
+            self._reservations.end(request_id, output_tokens, reason)
 
     def stop(self, timeout: float = 1.0) -> None:
         """Say goodbye to the fleet and end the thread.
@@ -185,6 +205,7 @@ class WorkerPublisher:
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # entries that an earlier, failed step has not sent
+        ended = len(self._reservations or ())  # read before `progress`, which the engine calls first
         prefilled = len(self._progress)
         self._notice_losses(now)
         if self._snapshot_request is not None and self._snapshot is None:
@@ -196,6 +217,11 @@ class WorkerPublisher:
         else:
             self._put_chunks(self._snapshot)
         self._put_progress(prefilled)
+        if self._reservations is not None:
+            back, ends = self._reservations.take(ended)
+            self._put_running(back, whole=False)
+            self._put_ends(ends)
+            self._tell_all(self._reservations)
         if self._stopping.is_set():
             self._stream.put("leave")
         elif (load := self._heartbeat_due(now)) is not None:
@@ -240,6 +266,8 @@ class WorkerPublisher:
                 self._stream.flush()
         self._stream.close()
         self._open(tag)
+        if self._reservations is not None:
+            self._reservations.forget()
         self._update(joined=False, acknowledged=False)
         if self._state.joins:
             self._moved()
@@ -256,6 +284,7 @@ class WorkerPublisher:
         if held and self._snapshot_request is None:
             self._snapshot_request = SnapshotRequest()
         self._due, self._joined_at, self._rival = Due(heartbeat=now, command=now), now, Rival()
+        self._tells_all = True
         logger.info("warmfleet: %s joined %s", self.config.worker_id, self._tag)
 
     # ------------------------------------------------ events
@@ -267,7 +296,49 @@ class WorkerPublisher:
         """
         done = [self._progress.popleft() for _ in range(prefilled)]
         for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
-            self._stream.put("progress", wire.dumps(done[start : start + wire.PROGRESS_PER_ENTRY]))
+            some = done[start : start + wire.PROGRESS_PER_ENTRY]
+            self._stream.put("progress", wire.dumps(some))
+            if self._reservations is not None:
+                self._reservations.start([reservation for reservation, _cached, _prompt in some])
+
+    def _put_ends(self, ends: Sequence[End]) -> None:
+        for start in range(0, len(ends), wire.PROGRESS_PER_ENTRY):
+            self._stream.put("ended", wire.dumps(ends[start : start + wire.PROGRESS_PER_ENTRY]))
+
+    def _put_running(self, reservations: Sequence[str], *, whole: bool) -> None:
+        """Tell reservations that the engine has; whole: these are all."""
+        for start in range(0, max(len(reservations), whole), wire.PROGRESS_PER_ENTRY):
+            if self._stream.pending >= MAX_PENDING:
+                self._stream.flush()
+            some = reservations[start : start + wire.PROGRESS_PER_ENTRY]
+            self._stream.put("running", wire.dumps([int(whole and not start), *some]))
+
+    def _tell_all(self, reservations: Reservations) -> None:
+        if not self._tells_all:
+            return
+        self._tells_all = False
+        running = reservations.restart()
+        if running is not None:
+            self._put_running(running, whole=True)
+            self._stream.put("tally", wire.dumps(reservations.digest().as_list()))
+
+    def _put_tally(self, reservations: Reservations, now: float) -> None:
+        """Tell the digest of what the engine has, before a heartbeat, and mend what was told of it before."""
+        if now >= self._due.compare:
+            self._due.compare = now + wire.HEARTBEAT_SECONDS
+            differences = reservations.compare()
+            self._note_whether_it_can_tell(differences is not None)
+            ends, waiting = differences or ([], [])
+            self._put_ends(ends)
+            self._put_running(waiting, whole=False)
+        if self._can_tally:
+            self._stream.put("tally", wire.dumps(reservations.digest().as_list()))
+
+    def _note_whether_it_can_tell(self, can: bool) -> None:
+        if can != self._can_tally:
+            told = "can tell again" if can else "cannot tell: routers renew their reservations"
+            logger.warning("warmfleet: which requests the engine %s has, it %s", self.config.worker_id, told)
+        self._can_tally = can
 
     def _put_images(self) -> None:
         for report in self.images.reports(min(IMAGES_AT_ONCE, MAX_PENDING - self._stream.pending)):
@@ -395,6 +466,8 @@ class WorkerPublisher:
         )
         if self._further and comparable and not any(each.copying for each in self._further):
             self._put_digests()
+        if self._reservations is not None:
+            self._put_tally(self._reservations, now)
         self._stream.put("heartbeat", heartbeat.encode())
         self._evicted_blocks = 0
         self._due.after_heartbeat(now)
@@ -447,6 +520,8 @@ class WorkerPublisher:
         if do == "resync":
             self._snapshot = None  # a snapshot under way has failed
             self._snapshot_request = SnapshotRequest(command_id)
+        elif do == "list":
+            self._tells_all = True
         elif do == "rejoin":
             self._snapshot_request = SnapshotRequest(command_id)
             self._update(joined=False, acknowledged=False)

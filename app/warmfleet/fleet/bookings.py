@@ -43,11 +43,13 @@ RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
 ANSWER_FIELDS = 15  # number of fields in decide's answer to a booked request; an explanation may follow
 #: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
+ENDS = int(Flag.ENDS)
 DECIDE_ARGS, CHAIN_ARGS = len(SCRIPT_ARGS["decide"]), 3
 FIRST_CLASS, LAST_CLASS = -8, 7  # priorities outside this range count as the nearer end of it
 NO_OBJECTIVE = pack(0.0)
 TENANT_BYTES = 8
 TIERS = {1: "cpu", 2: "disk"}  # kinds of tiers by their numbers in lua/parts/shared/further_sets.lua
+NO_LOAD = (0, 0.0, "")
 NO_TENANT = bytes(TENANT_BYTES)
 PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome), "due")}
 
@@ -119,6 +121,7 @@ class Decision:
     unless ``explain`` was set. session: the id of the request's session in the ledger, empty without one; ``settle``
     wants it at the end. use: how much of its limits the client uses; None if it has none or the id was known.
     tier_tokens: of matched_tokens, those that the engine must load from a tier, which takes tier_s; tier: its kind.
+    reports_ends: the engine reports the request's end, so its load is given back even if nobody settles it.
     """
 
     reservation: str
@@ -143,6 +146,7 @@ class Decision:
     tier_tokens: int = 0
     tier_s: float = 0.0
     tier: str = ""
+    reports_ends: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +330,8 @@ class Bookings:
             Seen.of(answer[ANSWER_FIELDS:]) if len(answer) > ANSWER_FIELDS else None,
             use,
             sid,
-            *(_load(*load.split()) if load else ()),
+            *(_load(*load.split()) if load else NO_LOAD),
+            flags & ENDS != 0,
         )
 
     async def settle(

@@ -46,6 +46,7 @@ class Flag(IntEnum):
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
     MISNAMED = 8192  # it does not serve the model name of its pool
     SETS = 16384  # it reports further sets of blocks: a tier, or the ends that all KV cache groups support
+    ENDS = 32768  # its engine reports the ends of requests, so a reservation that it has needs no renewal
 
 
 class Stage(IntEnum):
@@ -55,6 +56,7 @@ class Stage(IntEnum):
     STARTED = 1  # its first token came
     LINGERING = 2  # finished: its blocks count as held by the worker until the engine has reported them
     TOMBSTONE = 3  # it ended before it was booked, so a late decide must book nothing
+    ENDED = 4  # its engine has reported its end: it has no load, and waits for settle until it expires
 
 
 class Place(IntEnum):
@@ -109,7 +111,7 @@ class Lease:
 
     epoch: U32  # epoch of the load row on which it is booked
     slot: U32  # slot of the worker when it was booked
-    prefill_tokens: U32  # what of prefill_tokens is still booked for it
+    prefill_tokens: U32  # what of prefill_tokens is still booked for it; in stage ENDED tokens of the answer
     decode_tokens: U32  # tokens that it adds to the cache
     matched_tokens: U32  # predicted match in tokens; once judged, the tokens that were cached (in Redis plus 2**31)
     prompt_tokens: U32  # prompt's length; 0: unknown, because Redis lost this lease and a replica rebuilt it

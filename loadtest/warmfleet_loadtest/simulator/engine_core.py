@@ -26,7 +26,9 @@ MAX_CATCH_UP = 0.25  # after a late event loop, most seconds by which the next s
 class EngineCore:
     """Runs the steps of one scheduler until it is cancelled.
 
-    progress: called with every request whose prefill is done. stepped: called whenever the cache may have changed.
+    arrived: called with every new request. progress: called with every request whose prefill is done. ended: called
+    with every request that has finished or was aborted, and the reason. stepped: called whenever the cache may have
+    changed.
     busy_s: seconds spent in steps. step_ends: when the step under way will end, or else the last step ended (by the
     event loop's clock).
     """
@@ -38,6 +40,8 @@ class EngineCore:
         self.costs = costs
         self.progress = progress
         self.stepped: Callable[[], None] = lambda: None
+        self.arrived: Callable[[Request], None] = lambda _request: None
+        self.ended: Callable[[Request, str], None] = lambda _request, _reason: None
         self.steps = 0
         self.busy_s = 0.0
         self.step_ends = 0.0
@@ -60,12 +64,14 @@ class EngineCore:
         """Queue a request that is already past the API server. Raises ValueError if it can never run."""
         self.scheduler.add(request)
         self._sinks[request] = sink
+        self.arrived(request)
         self._arrived.set()
 
     def abort(self, request: Request) -> None:
         """Drop a request whose client has gone. Finished and unknown requests are ignored."""
         if self._sinks.pop(request, None) is not None:
             self.scheduler.abort(request)
+            self.ended(request, "abort")
             self._arrived.set()
 
     async def run(self) -> None:
@@ -109,6 +115,13 @@ class EngineCore:
                 sink.put_nowait(output)
                 if output.finished:
                     del self._sinks[output.request]
+                    self.ended(output.request, "length")
+
+    def requests(self) -> list[str]:
+        """List the ids of this engine's requests. The publisher's thread calls this."""
+        queues = self.scheduler.running.copy(), self.scheduler.waiting.copy()
+        present = [request for queue in queues for request in queue if request.request_id not in self._left]
+        return [request.request_id for request in present if not request.finished]
 
     def moved(self) -> None:
         """Note that the engine has moved to another pool of the fleet. The publisher's thread calls this."""

@@ -58,7 +58,9 @@ class Halves:
             closed=eviction is None or eviction.tail is None,  # T-LRU may evict a block but keep its successor
         )
         yielded = eviction.yield_sessions if eviction is not None else None
-        self.worker = WorkerPublisher(config, tracker, core.load, core_assignment(config), core.moved, yielded)
+        self.worker = WorkerPublisher(
+            config, tracker, core.load, core_assignment(config), core.moved, yielded, requests=core.requests
+        )
         server = ServerConfig(
             redis_url=membership.redis_url,
             model=membership.model,
@@ -86,3 +88,11 @@ class Halves:
         reservation = wire.first_child(request.request_id)
         if reservation:
             self.worker.progress(reservation, request.cached_tokens, request.prompt_tokens)
+
+    def arrived(self, request: Request) -> None:
+        """Note a request that has come to the engine."""
+        self.worker.arrived(request.request_id)
+
+    def ended(self, request: Request, reason: str) -> None:
+        """Report a request that the engine has finished or aborted."""
+        self.worker.ended(request.request_id, request.output_tokens, reason)

@@ -5,14 +5,14 @@ had cached. The engine reported the blocks of these requests before, so the inde
 counting as requests that will compute these blocks.
 
 Takes the state of apply (key prefix, worker, record, row, truth, changed, short), the table of operations, to which it
-adds one, the key of the leases, and three functions: count(counter), parse_list(data), integers(list, first).
+adds one, the key of the leases, apply/give_back, and five functions: count(counter), parse_list(data),
+integers(list, first); confirm(ids) and reopen(id, lease) of apply/reservations, nil for an engine without it.
 --]]
 local call = redis.call
 local NO_LEASE = ("\0"):rep(LEASE_BYTES)
 local PROGRESS_ITEMS, STRIKES = 64, 2
-local busy_share, under_way = include "shared/busy_share", include "shared/under_way"
 
-return function(state, operation, lease_key, count, parse_list, integers)
+return function(state, operation, lease_key, give_back, count, parse_list, integers, confirm, reopen)
   local prefix, worker_id, held_prefix = state.prefix, state.worker, state.prefix .. "s:"
   local record, row, truth, changed, short = state.record, state.row, state.truth, state.changed, state.short
 
@@ -36,6 +36,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
   -- rounded up, so that nothing is left booked after the last prompt.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", lease_key, id)
+    if lease and lease:byte(LEASE_STAGE_AT) == STAGE_ENDED and reopen then lease = reopen(id, lease) end
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease or NO_LEASE)
     if not lease or stage == STAGE_TOMBSTONE then return count("late") end
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return count("foreign") end
@@ -60,15 +61,7 @@ return function(state, operation, lease_key, count, parse_list, integers)
     end
     local share = several and prompt > 0 and math.ceil((prompt - matched) * prompt_tokens / prompt) or prefill
     local kept = math.max(0, prefill - share)
-    if epoch == row[EPOCH_FIELD] then
-      local before, since = row[PREFILL_TOKENS_FIELD], row[SINCE_MS_FIELD]
-      local row_prefill = before - prefill + kept
-      row[PREFILL_TOKENS_FIELD], changed.row = row_prefill, true
-      row[BUSY_SHARE_FIELD] = select(2, busy_share(row[BUSY_SHARE_FIELD], before > 0, since, time))
-      local tokens, passed_ms = row[UNDER_WAY_TOKENS_FIELD], (time - since) % U32
-      row[UNDER_WAY_TOKENS_FIELD] = under_way(tokens, passed_ms, prefill - kept, row_prefill)
-      row[SINCE_MS_FIELD] = time % U32
-    end
+    give_back.prefill(epoch, prefill - kept, time)
     local new_stage = kept == 0 and STAGE_STARTED or STAGE_BOOKED
     local head = struct.pack(LEASE, epoch, slot, kept, decode, matched, prompt, new_stage, length)
     call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))
@@ -80,6 +73,11 @@ return function(state, operation, lease_key, count, parse_list, integers)
     for _, item in ipairs(list) do
       if type(item) ~= "table" or type(item[1]) ~= "string" or #item ~= 3 or not integers(item, 2) then return false end
     end
-    for _, item in ipairs(list) do started(item[1], item[2], item[3], time) end
+    local ids = {}
+    for i, item in ipairs(list) do
+      started(item[1], item[2], item[3], time)
+      ids[i] = item[1]
+    end
+    if confirm then confirm(ids) end
   end
 end

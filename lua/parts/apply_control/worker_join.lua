@@ -58,6 +58,6 @@ return function(join, worker_id, kinds)
     server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
     capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len, labels = labels(join.labels),
     version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
-    sets = sets(join.sets, kinds),
+    sets = sets(join.sets, kinds), ends = join.ends == 1 or nil,
   }
 end

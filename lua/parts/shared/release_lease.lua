@@ -7,7 +7,8 @@ Takes the keys of load, leases and lease, the key prefix, and the server's time 
   load(lease, unsent): gives back the booked load; returns the worker's row as it was before
   forget(id): deletes the lease
   client(id): ends the client's count of the request; returns shared/client_use of the client, nil if it has no limits
-  reap(ids): does speculation, load, forget and client for leases that have expired
+  reap(ids): does speculation, load, forget and client for leases that are due, unless their engine has the request
+    (shared/running)
 --]]
 local call = redis.call
 
@@ -34,13 +35,18 @@ return function(load_key, leases_key, lease_key, prefix, now)
   end
 
   function release.reap(ids)
+    if not ids[1] then return end
+    call("ZREM", leases_key, "") -- a no-op as first write: a full Redis then allows the script's other writes
+    local extend = (include "shared/running")(load_key, leases_key, prefix, now)
     for _, id in ipairs(ids) do
       local lease = call("HGET", lease_key, id)
-      release.forget(id)
-      release.client(id)
-      if lease then
-        release.load(lease)
-        release.speculation(id, lease)
+      if not lease or not extend(id, lease) then
+        release.forget(id)
+        release.client(id)
+        if lease then
+          release.load(lease)
+          release.speculation(id, lease)
+        end
       end
     end
   end

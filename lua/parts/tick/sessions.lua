@@ -132,8 +132,9 @@ return function(prefix, now, constants, rows, bound)
       if changes > 0 and (since > now or heard > now) then -- the clock has stepped back
         change(sid, function(r) r.since, r.heard = min(r.since, now), min(r.heard, now) end)
       end
-      if changes > 0 and running > 0 and passed > LEASE_CHECK_MS
-          and call("HEXISTS", prefix .. "lease", sub(packed, at + SESSION_TEXTS)) == 0 then
+      local lease = changes > 0 and running > 0 and passed > LEASE_CHECK_MS
+        and (call("HGET", prefix .. "lease", sub(packed, at + SESSION_TEXTS)) or "")
+      if lease and (lease == "" or lease:byte(LEASE_STAGE_AT) == STAGE_ENDED) then
         running, booked, passed = 0, 0, 0
         change(sid, function(r) r.running, r.booked, r.since = 0, 0, now end)
       end

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 HASH_BYTES = 8  # length of a block hash, which is the last bytes of vLLM's digest
 BATCH_BLOCKS = 128  # most block hashes in one entry; a call of apply adds as many to a cold Redis in 0.3-0.45 ms
-PROGRESS_PER_ENTRY = 64  # most finished prefills in one entry
+PROGRESS_PER_ENTRY = 64  # most finished prefills, ended requests or running reservations in one entry
 FLUSH_SECONDS = 0.1  # time between two batches of block changes
 PROGRESS_FLUSH_SECONDS = 0.02  # longest time until a finished prefill is reported
 HEARTBEAT_SECONDS = 5.0
@@ -115,6 +115,9 @@ class Keys:
     def yields(self, worker_id: str) -> str:
         return f"{self.prefix}yields:{worker_id}"
 
+    def running(self, worker_id: str) -> str:
+        return f"{self.prefix}running:{worker_id}"
+
     def probe(self, worker_id: str) -> str:
         return f"{self.prefix}probe:{worker_id}"
 
@@ -150,7 +153,10 @@ def worker_id_of(server_id: str, rank: int) -> str:
 OPERATIONS = (
     *("join", "stored", "removed", "cleared", "heartbeat", "digests", "progress", "image"),
     *("begin", "chunk", "end", "leave"),
+    *("ended", "running", "tally"),  # of an engine that reports the ends of requests; older routers count them, too
 )
+MARK_AT = len(RESERVATION_PREFIX)  # the place of the mark (see fleet/codes.py) in a reservation id
+SEVERAL_PROMPTS = "-"  # the mark of a reservation of several prompts, which are requests of their own in the engine
 #: Kinds of sets of blocks that a worker may report beside its main one (lua/parts/shared/further_sets): by ``digests``,
 #: and by ``stored``, ``removed`` and ``cleared`` with a point and the kind behind. Older routers count all these as
 #: malformed, and go on.
@@ -239,6 +245,13 @@ def first_child(request_id: str) -> str:
     """Return the reservation id of an engine's request; empty if no router sent it, or another child stands for it."""
     found = reservation_of(request_id)
     return found[0] if found is not None and found[1] == 0 else ""
+
+
+def reservations_digest(reservations: Iterable[str]) -> Digest:
+    """Summarise a set of reservations: each counts with 8 of its random characters."""
+    digest = Digest()
+    digest.add("".join([each[MARK_AT + 1 : MARK_AT + 1 + HASH_BYTES] for each in reservations]).encode())
+    return digest
 
 
 def conversation_ended(request_id: str) -> bool:

@@ -27,6 +27,7 @@ class Part(StrEnum):
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
+    ENDS = "this engine does not report the ends of requests, so routers renew their reservations"
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
     GROUPS = "a prefix is promised as far as full attention supports it, whatever other groups do"
     IMAGES = "the tokens of the images that it sees are not reported"
@@ -117,6 +118,18 @@ INTERNALS = (
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutput", ("request_id", "prefill_stats")),
     Internal(Part.STEPS, "vllm.v1.metrics.stats:PrefillStats", ("num_cached_tokens", "num_prompt_tokens")),
+    Internal(
+        Part.ENDS,
+        f"{_CORE}.sched.scheduler:Scheduler",
+        ("requests",),
+        (("add_request", "self, request, ..."), ("_free_request", "self, request, ...")),
+    ),
+    Internal(
+        Part.ENDS,
+        "vllm.v1.request:Request",
+        ("request_id", "num_output_tokens"),
+        (("is_finished", "self"), ("get_finished_reason", "self")),
+    ),
     Internal(Part.SERVER, "vllm.config:ParallelConfig", ("data_parallel_size", "data_parallel_size_local")),
     Internal(
         Part.EVICTION,

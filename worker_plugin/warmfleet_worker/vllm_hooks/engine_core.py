@@ -61,10 +61,13 @@ def hook_scheduler(redis_url: str) -> None:
         return output
 
     def update_from_output(original: Any, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(scheduler, scheduler_output, *args, **kwargs)
         reporter = reporters.get(id(scheduler))
         if reporter is not None:
+            reporter.updates = True
+        outputs = original(scheduler, scheduler_output, *args, **kwargs)
+        if reporter is not None:
             reporter.done(scheduler_output, outputs)
+            reporter.updated()
         return outputs
 
     def shutdown(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +83,9 @@ def hook_scheduler(redis_url: str) -> None:
     wrap(scheduler_class, "shutdown", shutdown)
     if not _lacks(Part.IMAGES):
         _hook_images(scheduler_class, reporters)
+    if not missing(Part.ENDS):
+        wrap(scheduler_class, "add_request", functools.partial(_add_request, reporters))
+        wrap(scheduler_class, "_free_request", functools.partial(_free_request, reporters))
 
 
 def _hook_images(scheduler_class: Any, reporters: Mapping[int, SchedulerReporter]) -> None:
@@ -93,6 +99,25 @@ def _hook_images(scheduler_class: Any, reporters: Mapping[int, SchedulerReporter
         return original(scheduler, request)
 
     wrap(scheduler_class, "add_request", add_request)
+
+
+def _add_request(
+    reporters: Mapping[int, SchedulerReporter], original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    reporter = reporters.get(id(scheduler))
+    if reporter is not None:
+        reporter.added(request)
+    return original(scheduler, request, *args, **kwargs)
+
+
+def _free_request(
+    reporters: Mapping[int, SchedulerReporter], original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    answer = original(scheduler, request, *args, **kwargs)
+    reporter = reporters.get(id(scheduler))
+    if reporter is not None:
+        reporter.freed(request)
+    return answer
 
 
 def _class_to_hook() -> Any:
@@ -128,6 +153,9 @@ class SchedulerReporter:
         self._steps = 0  # number of steps begun and of steps ended, added up
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         self._images_unreadable = False
+        self._reports_ends, self._ends_unreadable, self._requests_unreadable = not _lacks(Part.ENDS), False, False
+        self.updates = False  # whether vLLM is reading a step's result
+        self._freed: list[tuple[str, int, str]] = []  # requests that have left the engine in that result
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._eviction = hook = eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
@@ -180,8 +208,9 @@ class SchedulerReporter:
                     sets[wire.DISK] = store.findings
                     self.announced[wire.DISK] = store.announced(config.scheme.scheme_id)
             config = replace(config, sets=self.announced)
+            requests = self.requests if self._reports_ends else None
             self._publisher = WorkerPublisher(
-                config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte
+                config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte, requests
             )
             self._publisher.start()
 
@@ -228,6 +257,55 @@ class SchedulerReporter:
                     place = feature.mm_position
                     publisher.images.note(feature.identifier, ids, place.offset, place.length)
             self._images_unreadable = False
+
+    def added(self, request: Any) -> None:
+        """Note a request that vLLM is about to add; not the further input of one that it has."""
+        if self._publisher is None or self._ends_unreadable:
+            return
+        with swallow_errors("could not read a new request", Part.ENDS.value):
+            if request.request_id not in self._scheduler.requests:
+                self._publisher.arrived(request.request_id)
+            return
+        self._ends_unreadable = True
+
+    def freed(self, request: Any) -> None:
+        """Report a request that vLLM has finished or aborted; one of a step under way when its prefill is reported."""
+        if self._publisher is None or self._ends_unreadable:
+            return
+        with swallow_errors("could not read the end of a request", Part.ENDS.value):
+            self._freed.append((request.request_id, request.num_output_tokens, str(request.get_finished_reason())))
+            if not self.updates:
+                self._report_freed(self._publisher)
+            return
+        self._ends_unreadable = True
+
+    def updated(self) -> None:
+        """Report the requests that have ended, because vLLM has read a step's result."""
+        self.updates = False
+        if not self._freed or self._publisher is None or self._ends_unreadable:
+            return
+        with swallow_errors("could not report the end of a request", Part.ENDS.value):
+            self._report_freed(self._publisher)
+            return
+        self._ends_unreadable = True
+
+    def _report_freed(self, publisher: WorkerPublisher) -> None:
+        for request_id, output_tokens, reason in self._freed:
+            if request_id not in self._left:
+                publisher.ended(request_id, output_tokens, reason)
+        self._freed.clear()
+
+    def requests(self) -> list[str] | None:
+        """List the ids of the requests that the engine has and has not finished; None after the first error.
+
+        Runs beside the engine's thread: ``list`` of a dict is one atomic call.
+        """
+        if not self._requests_unreadable and not self._ends_unreadable:
+            with swallow_errors("could not read the scheduler's requests", Part.ENDS.value):
+                present = [each for each in list(self._scheduler.requests.values()) if not each.is_finished()]
+                return [each.request_id for each in present if each.request_id not in self._left]
+            self._requests_unreadable = True
+        return None
 
     def ps_per_byte(self) -> dict[str, int]:
         """Return the measured time to load a byte, by kind of tier; 0: not measured."""
