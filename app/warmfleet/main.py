@@ -231,7 +231,7 @@ async def _running(replica: _Replica, picker: Picker | None) -> AsyncIterator[No
         clock = Clock()
         if picker is not None:
             stack.callback(picker.calls.close)
-            stack.push_async_callback(stop, [_task("picker", LOOK_S, picker.calls.look, metrics, clock)])
+            stack.push_async_callback(stop, [_task("picker", LOOK_S, picker.look, metrics, clock)])
         await stack.enter_async_context(_background(replica, identities, clock))
         stack.push_async_callback(replica.page.close)
         stack.push_async_callback(stop, [_task("history", history.EVERY_S, replica.past.look, metrics, clock)])

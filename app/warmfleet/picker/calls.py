@@ -6,8 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from warmfleet.errors import EngineTimeout, TooLarge, UploadsFull
+from warmfleet.errors import EngineTimeout, TooLarge
 from warmfleet.picker import messages
+from warmfleet.picker.memory import BODIES, Memory
 from warmfleet.picker.messages import MessageError
 from warmfleet.tracing.request_record import RequestRecord
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.picker.calls")
 
-BODIES = 32  # bodies of the largest size that fit into the memory for bodies, as on the clients' port
 LOOK_S = 1.0  # time between two looks for calls over a limit
-#: Time without a message after which a call's reservation is given back, where no limit is set for requests: no answer
-#: takes as long. So a gateway that keeps a call open in silence holds load for a bounded time.
+#: Time without a message after which a call ends, where no limit is set for requests: no answer takes as long. So a
+#: gateway that keeps a call open in silence holds load, and a place of the port, for a bounded time.
 SILENT_MAX_S = 3_600.0
 MAX_SUBSETS = 64  # most subsets that are remembered by their bytes; gateways send the same ones again and again
+KEPT_METADATA_BYTES = 8_192  # longest metadata that are remembered
 LATER_S = 5.0  # added to the longest wait in the queue when a gateway is asked to wait: for the decision itself
 
 
@@ -53,10 +54,10 @@ class Call(Protocol):
         """Refuse the request, whose body takes more memory than any other."""
 
     def forget(self) -> None:
-        """Give the reservation back, because the gateway has been silent for too long."""
+        """Give the reservation back, because the gateway has been silent for too long; then the request is settled."""
 
     def expire(self, error: EngineTimeout) -> None:
-        """End the call: it is over a time limit."""
+        """End the call: it is over a time limit. The client of a request that is settled is not told."""
 
     def stop(self) -> None:
         """End the call: the replica stops."""
@@ -73,8 +74,7 @@ class Calls:
         self.body_max_bytes = settings.body_max_bytes
         self.longest_wait_s = settings.queue_timeout_s + LATER_S
         self.open: dict[Call, None] = {}
-        self._held = 0
-        self._held_max = BODIES * settings.body_max_bytes
+        self.memory = Memory(BODIES * settings.body_max_bytes)
         self._request_max_s = settings.request_max_s
         self._metrics = metrics
         self._last, _, self._access_log = noting
@@ -84,19 +84,11 @@ class Calls:
 
     def hold(self, call: Call, size: int) -> None:
         """Count bytes of a body. Raises UploadsFull if there is no memory for them, and this body is the largest."""
-        call.held += size
-        self._held += size
-        while self._held > self._held_max:
-            largest = max(self.open, key=lambda other: other.held)
-            error = UploadsFull("Too many large requests are being sent: ask again.")
-            if largest is call:
-                raise error
-            largest.give_up_body(error)
+        self.memory.hold(call, size)
 
     def free(self, call: Call) -> None:
         """Give back the memory of a call's body."""
-        self._held -= call.held
-        call.held = 0
+        self.memory.free(call, call.held)
 
     def too_large(self) -> TooLarge:
         return TooLarge(f"The body has more than {self.body_max_bytes} bytes.")
@@ -106,9 +98,10 @@ class Calls:
         if metadata in self._subsets:
             return self._subsets[metadata]
         places = subset_of(messages.read_metadata(metadata))
-        if len(self._subsets) >= MAX_SUBSETS:
-            self._subsets.clear()
-        self._subsets[metadata] = places
+        if len(metadata) <= KEPT_METADATA_BYTES:
+            if len(self._subsets) >= MAX_SUBSETS:
+                self._subsets.clear()
+            self._subsets[metadata] = places
         return places
 
     # ------------------------------------------------ records
@@ -135,16 +128,18 @@ class Calls:
 
     # ------------------------------------------------ rounds
 
-    async def look(self) -> None:
+    def look(self) -> None:
         """End the calls that are over a time limit."""
         now = time.perf_counter()
         for call in [*self.open]:
             if 0 < self._request_max_s <= now - call.began_at:
                 self._metrics.time_limits.labels("request_max").inc()
                 call.expire(EngineTimeout(f"The request took longer than {self._request_max_s:g} s."))
-            elif now - call.heard_at >= SILENT_MAX_S and not call.over:
-                logger.warning("a gateway was silent about a request for %d s: its load is given back", SILENT_MAX_S)
-                call.forget()
+            elif now - call.heard_at >= SILENT_MAX_S:
+                if not call.over:
+                    logger.warning("a gateway was silent about a request for %d s: its call ends", SILENT_MAX_S)
+                    call.forget()
+                call.expire(EngineTimeout(f"The gateway was silent for {SILENT_MAX_S:g} s."))
 
     def close(self) -> None:
         """Settle what is still open when the replica stops."""

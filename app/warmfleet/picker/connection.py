@@ -23,6 +23,7 @@ from warmfleet.picker.limits import (
     HEADER_BYTES,
     IDLE_FRAMES,
     IDLE_FRAMES_PER_S,
+    SETTINGS_MAX,
     STREAM_WINDOW,
     Budget,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("warmfleet.picker.connection")
 
 GOODBYE = b"goodbye!"  # of the PING behind the first GOAWAY: its answer tells that the peer has read that
+GOODBYE_MAX_S = 1.0  # longest wait for that answer
 BUG = "the picker has a bug: see its log"
 KEPT_HEAD_BYTES = 4_096  # longest header block that is remembered
 UNSENT_HIGH = 1_048_576  # bytes that wait for the socket from which on no more is read
@@ -53,13 +55,15 @@ class Block(NamedTuple):
 
 
 class Http2Connection(asyncio.Protocol):
-    """A connection. ``window``: bytes that the peer takes now, of all streams together."""
+    """A connection; a ``Sender``."""
 
     _transport: asyncio.Transport
 
     def __init__(self, port: Port, opened: set[Any]) -> None:
         self.port = port
         self.message_bytes = port.limits.message_bytes
+        self.memory = port.memory
+        self.choked = False
         self._opened = opened
         self.window = self._first_window = frames.FIRST_WINDOW
         self.streams: dict[int, Stream] = {}
@@ -108,12 +112,15 @@ class Http2Connection(asyncio.Protocol):
             self._lose(stream)
 
     def pause_writing(self) -> None:
+        self.choked = True
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self.choked = False
         if not self._transport.is_closing():
             self._transport.resume_reading()
+            self._pump_blocked()
 
     def eof_received(self) -> None:
         """Close; gateways half-close no connections."""
@@ -152,9 +159,9 @@ class Http2Connection(asyncio.Protocol):
 
     def pump(self, stream: Stream) -> None:
         """Send what waits in a stream, as far as the windows allow it."""
-        while self.window > 0 and (size := stream.step(self.window)):
+        while self.window > 0 and not self.choked and (size := stream.step(self.window)):
             self.window -= size
-        if stream.unsent and self.window <= 0:
+        if stream.unsent and (self.window <= 0 or self.choked):
             self._blocked[stream] = None
         elif stream.read and not stream.slow:
             self._renew(stream)
@@ -162,15 +169,27 @@ class Http2Connection(asyncio.Protocol):
     def end(self, stream: Stream, trailers: bytes) -> None:
         """End a stream. The peer is told not to send the rest, if it has not ended its side."""
         number = stream.number
-        if self.streams.pop(number, None) is None:
+        if not self._forget(stream):
             return
-        self._blocked.pop(stream, None)
-        self.port.streams -= 1
         end = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, trailers)
         if not stream.peer_done:
             end += frames.frame(frames.RST_STREAM, 0, number, frames.number(Code.NO_ERROR))
         self.put(end)
         self._close_if_done()
+
+    def cut(self, stream: Stream) -> None:
+        """Reset a stream."""
+        if self._forget(stream):
+            self._reset(stream.number, Code.ENHANCE_YOUR_CALM)
+            self._close_if_done()
+
+    def _forget(self, stream: Stream) -> bool:
+        """Count a stream as ended; return False if it was before."""
+        if self.streams.pop(stream.number, None) is None:
+            return False
+        self._blocked.pop(stream, None)
+        self.port.streams -= 1
+        return True
 
     def _reset(self, number: int, code: Code) -> None:
         self.put(frames.frame(frames.RST_STREAM, 0, number, frames.number(code)))
@@ -186,6 +205,17 @@ class Http2Connection(asyncio.Protocol):
         self.put(frames.goaway(frames.MAX_WINDOW, Code.NO_ERROR) + ping)
         if not self._greeted:
             self._transport.close()
+            return
+        self._stop_timer()
+        self._timer = self._loop.call_later(GOODBYE_MAX_S, self._serve_no_more)
+
+    def _serve_no_more(self) -> None:
+        """Serve no streams but those that are known, and close once these have ended."""
+        self._stop_timer()
+        if self._served_to == frames.MAX_WINDOW and not self._transport.is_closing():
+            self._served_to = self._last
+            self.put(frames.goaway(self._last, Code.NO_ERROR))
+            self._close_if_done()
 
     def give_way(self) -> None:
         """Close, because another connection needs the place; has no streams."""
@@ -220,6 +250,7 @@ class Http2Connection(asyncio.Protocol):
         """Tell a stream's handler that the peer is gone."""
         self.port.streams -= 1
         was_over, stream.over = stream.over, True
+        stream.drop()
         if not was_over:
             self._tell_lost(stream)
 
@@ -367,8 +398,9 @@ class Http2Connection(asyncio.Protocol):
             self._on_trailers(block)
             return
         self._last = number
-        if number > self._served_to or self.port.full or len(self.streams) >= self.port.limits.streams:
-            if not self._resets.spend(self._loop.time()):
+        beyond = number > self._served_to or len(self.streams) >= self.port.limits.streams
+        if beyond or self.port.full:
+            if beyond and not self._resets.spend(self._loop.time()):  # that others fill the port is no fault of it
                 raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many calls beyond the limit")
             self._reset(number, Code.REFUSED_STREAM)
             return
@@ -410,7 +442,7 @@ class Http2Connection(asyncio.Protocol):
             return known
         try:
             fields = dict(_plain(self._decoder.decode(block, raw=True)))
-        except HPACKError as error:
+        except (HPACKError, ValueError) as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, f"{type(error).__name__} in a header block") from error
         head = Head(fields.get(b":method", b""), fields.get(b":path", b""), fields.get(b"content-type", b""))
         self._stateless = self._decoder.max_allowed_table_size == 0 and self._decoder.header_table_size == 0
@@ -447,7 +479,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _pump_blocked(self) -> None:
         """Share the connection's window among the streams that wait for it: a frame each, in turn."""
-        while self._blocked and self.window > 0:
+        while self._blocked and self.window > 0 and not self.choked:
             stream = next(iter(self._blocked))
             del self._blocked[stream]
             size = stream.step(self.window)
@@ -483,19 +515,26 @@ class Http2Connection(asyncio.Protocol):
         else:
             self._settled = True
             self._stop_timer()
+        if len(payload) > 6 * SETTINGS_MAX:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many settings at once")
+        window = self._first_window
         for at in range(0, len(payload), 6):
             key, value = int.from_bytes(payload[at : at + 2], "big"), int.from_bytes(payload[at + 2 : at + 6], "big")
             if key == frames.INITIAL_WINDOW:
                 self._check(value)
-                change, self._first_window = value - self._first_window, value
-                for stream in self.streams.values():
-                    stream.window += change
-                    self._check(stream.window)
+                window = value  # only the last counts, because each takes a look at all streams
             elif key == frames.MAX_FRAME_SIZE and not frames.MAX_FRAME <= value < 2**24:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "frames of this size are not allowed")
+        self._change_windows(window)
         self.put(frames.frame(frames.SETTINGS, frames.ACK, 0))
         for stream in [stream for stream in self.streams.values() if stream.unsent]:
             self.pump(stream)
+
+    def _change_windows(self, first: int) -> None:
+        change, self._first_window = first - self._first_window, first
+        for stream in self.streams.values() if change else ():
+            stream.window += change
+            self._check(stream.window)
 
     def _on_ping(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) != 8:
@@ -504,9 +543,7 @@ class Http2Connection(asyncio.Protocol):
             self._idle_frame()
             self.put(frames.frame(frames.PING, frames.ACK, 0, payload))
         elif payload == GOODBYE and self._leaving:
-            self._served_to = self._last
-            self.put(frames.goaway(self._last, Code.NO_ERROR))
-            self._close_if_done()
+            self._serve_no_more()
 
 
 def _unpadded(payload: bytes) -> bytes:

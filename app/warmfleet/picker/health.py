@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from warmfleet.picker import frames
@@ -10,6 +11,7 @@ from warmfleet.picker.frames import Status
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from warmfleet.errors import WarmfleetError
     from warmfleet.picker.stream import Handler, Stream
 
 CHECK = b"/grpc.health.v1.Health/Check"
@@ -18,6 +20,7 @@ LIVENESS = b"liveness"
 READINESS = frozenset({b"", b"readiness", b"envoy.service.ext_proc.v3.ExternalProcessor"})
 SERVING, NOT_SERVING = frames.message(b"\x08\x01"), frames.message(b"\x08\x02")
 MAX_NAME_BYTES = 127
+CHECK_MAX_S = 5.0  # longest time from the begin of a check until its answer is taken
 
 
 class Check:
@@ -29,12 +32,13 @@ class Check:
         self._stream = stream
         self._is_ready = is_ready
         self._service: bytes | None = None
+        stream.until = time.monotonic() + CHECK_MAX_S
 
     def message(self, data: bytes) -> None:
         """Take the question: a message with the name of a service, or nothing."""
         if not data:
             self._service = b""
-        elif data[:1] == b"\n" and len(data) == 2 + data[1] <= 2 + MAX_NAME_BYTES:
+        elif len(data) > 1 and data[:1] == b"\n" and len(data) == 2 + data[1] <= 2 + MAX_NAME_BYTES:
             self._service = data[2:]
         else:
             self._service = b"?"
@@ -56,6 +60,9 @@ class Check:
     def _answer(self, status: bytes) -> None:
         self._stream.send(status)
         self._stream.finish()
+
+    def give_up_body(self, error: WarmfleetError) -> None:
+        self._stream.fail(Status.RESOURCE_EXHAUSTED, error.message)
 
     def lost(self) -> None:
         """Do nothing: nobody waits for the answer any more."""

@@ -11,6 +11,8 @@ STREAM_WINDOW: Final = 262_144  # bytes that a stream may send before they are r
 CONNECTION_WINDOW: Final = 16_777_216  # bytes in flight of all streams together: 1.3 Gbit/s over 100 ms
 #: Unsent bytes of a stream from which on its peer's messages are no longer asked for.
 UNSENT_MAX: Final = 262_144
+UNSENT_END_MAX_S: Final = 30.0  # longest time in which a peer takes the rest of a call that has ended here
+SETTINGS_MAX: Final = 16  # most values in a SETTINGS frame; six are known
 #: Frames that only make work (SETTINGS, PING, PRIORITY, empty DATA, unknown kinds): at once, and a second after that.
 IDLE_FRAMES, IDLE_FRAMES_PER_S = 1_000, 100
 #: Calls that a peer resets before they were answered. Clients that leave together reset all streams of a connection.

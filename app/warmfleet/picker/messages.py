@@ -9,6 +9,8 @@ from __future__ import annotations
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from warmfleet.picker.limits import MESSAGE_MARGIN
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -25,6 +27,9 @@ ENDPOINT: Final = b"x-gateway-destination-endpoint"
 RESPONSE_BODY_BYTE: Final = bytes((RESPONSE_BODY << 3 | 2,))
 _DOUBLE = Struct("<d")
 _BODY_TAG, _END_TAG, _VARINT, _BYTES = 1 << 3 | 2, 2 << 3, 0, 2
+
+
+_ANY_BODY, _BODY = bytes((REQUEST_BODY << 3 | 2, RESPONSE_BODY << 3 | 2)), bytes((_BODY_TAG,))
 
 
 class MessageError(ValueError):
@@ -106,8 +111,22 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, bytes]]:
         raise MessageError("a message is cut off") from None
 
 
+def _check_length(data: bytes, tags: bytes) -> None:
+    """Refuse a long message that is more than a body, as its many small fields would take seconds to read.
+
+    tags: of the body, with which each long message begins, as fields are written in the order of their numbers.
+    """
+    rest = len(data)
+    if rest > MESSAGE_MARGIN and data[0] in tags:
+        size, at = _varint(data, 1)
+        rest -= at + size
+    if rest > MESSAGE_MARGIN:
+        raise MessageError("a message is too long without its body")
+
+
 def read(data: bytes) -> Message:
     """Read a ProcessingRequest. Raises MessageError."""
+    _check_length(data, _ANY_BODY)
     kind, content, metadata, modes = 0, b"", b"", None
     attributes: list[bytes] = []
     for number, _, value in _fields(data):
@@ -154,6 +173,7 @@ def _header(entry: bytes) -> tuple[bytes, bytes]:
 
 def read_body(content: bytes) -> tuple[bytes, bool]:
     """Read HttpBody; return its bytes, and whether it ends the body. Raises MessageError."""
+    _check_length(content, _BODY)
     body, ends = b"", False
     for number, flag, piece in _fields(content):
         if number == 1:

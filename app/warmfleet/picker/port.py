@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from warmfleet.picker.memory import BODIES, Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,13 +41,20 @@ class Connection(Protocol):
 
 
 class Port:
-    """A port. ``routes``: path of a method -> begins a call. ``streams``: number of open calls. ``heads``: see
-    ``Http2Connection._head``.
+    """A port. ``routes``: path of a method -> begins a call. ``streams``: number of open calls. ``memory``: for what
+    they hold. ``heads``: see ``Http2Connection._head``.
     """
 
-    def __init__(self, routes: Mapping[bytes, Callable[[Stream], Handler]], limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        routes: Mapping[bytes, Callable[[Stream], Handler]],
+        limits: Limits,
+        metrics: Metrics,
+        memory: Memory | None = None,
+    ) -> None:
         self.routes = routes
         self.limits = limits
+        self.memory = memory or Memory(BODIES * limits.message_bytes)
         self.streams = 0
         self.heads: dict[bytes, Head] = {}
         self.connections: dict[Connection, None] = {}
@@ -73,6 +83,13 @@ class Port:
     def closed(self, connection: Connection) -> None:
         """Count a connection that was lost."""
         self.connections.pop(connection, None)
+
+    def look(self) -> None:
+        """Reset the calls that should have ended by now."""
+        now = time.monotonic()
+        for connection in self.connections:
+            for stream in [stream for stream in connection.streams.values() if stream.until <= now]:
+                stream.reset()
 
     def remember(self, block: bytes, head: Head) -> None:
         """Keep the meaning of a header block."""

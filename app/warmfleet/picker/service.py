@@ -29,6 +29,12 @@ class Picker:
         most = settings.max_connections
         limits = Limits(max(1, most // 2), most, most, settings.body_max_bytes + MESSAGE_MARGIN)
         checks = health.checks(is_ready)
-        self.port = Port({PROCESS: lambda stream: Session(calls, stream), **checks}, limits, metrics)
+        self.port = Port({PROCESS: lambda stream: Session(calls, stream), **checks}, limits, metrics, calls.memory)
         small = Limits(HEALTH_CONNECTIONS, HEALTH_CONNECTIONS, HEALTH_CONNECTIONS, MESSAGE_MARGIN)
         self.health_port = Port(checks, small, metrics)
+
+    async def look(self) -> None:
+        """End the calls that are over a time limit."""
+        self.calls.look()
+        self.port.look()
+        self.health_port.look()

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from warmfleet.errors import UploadsFull, WarmfleetError
 from warmfleet.picker import frames
 from warmfleet.picker.frames import Status
-from warmfleet.picker.limits import UNSENT_MAX
+from warmfleet.picker.limits import UNSENT_END_MAX_S, UNSENT_MAX
+
+if TYPE_CHECKING:
+    from warmfleet.picker.memory import Memory
 
 
 class Sender(Protocol):
     """The connection of a call. ``window``: bytes that the peer takes now, of all calls together. ``message_bytes``:
-    the longest message that is read.
+    the longest message that is read. ``memory``: for what calls hold. ``choked``: the socket takes no more now.
     """
 
     window: int
     message_bytes: int
+    memory: Memory
+    choked: bool
 
     def put(self, data: bytes) -> None:
         """Send frames."""
@@ -26,6 +35,9 @@ class Sender(Protocol):
 
     def end(self, stream: Stream, trailers: bytes) -> None:
         """End a stream with these headers."""
+
+    def cut(self, stream: Stream) -> None:
+        """Reset a stream."""
 
 
 class Handler(Protocol):
@@ -41,19 +53,22 @@ class Handler(Protocol):
         """Note that the peer sends no more."""
 
     def lost(self) -> None:
-        """Note that the peer gave the call up, or that the connection was lost."""
+        """Note that the call has no further messages: its peer gave it up, or broke a rule or a limit, or is gone."""
+
+    def give_up_body(self, error: WarmfleetError) -> None:
+        """End the call: there is no memory for the message that comes."""
 
 
 class Stream:
-    """A call. ``over``: this side has ended it. ``peer_done``: the peer sends no more.
+    """A call; a ``Holder`` of memory. ``over``: this side has ended it. ``peer_done``: the peer sends no more.
 
     ``window``: bytes that the peer takes now. ``credit``: bytes that the peer may still send; ``read``: bytes that were
-    read since the credit was last renewed.
+    read since the credit was last renewed. ``until``: time (``time.monotonic``) at which the call is reset.
     """
 
     __slots__ = (
-        *("_connection", "_deaf", "_end", "_have", "_need", "_parts", "_pending", "_started"),
-        *("credit", "handler", "number", "over", "peer_done", "read", "unsent", "window"),
+        *("_buffer", "_connection", "_deaf", "_end", "_need", "_pending", "_started"),
+        *("credit", "handler", "held", "number", "over", "peer_done", "read", "unsent", "until", "window"),
     )
 
     handler: Handler
@@ -61,8 +76,9 @@ class Stream:
     def __init__(self, connection: Sender, number: int, window: int, credit: int) -> None:
         self._connection = connection
         self.number, self.window, self.credit = number, window, credit
-        self.read = self.unsent = self._have = self._need = 0
-        self._parts: list[bytes] = []
+        self.read = self.unsent = self.held = self._need = 0
+        self.until = math.inf
+        self._buffer = bytearray()  # the begin of a message
         self._pending: deque[bytes] = deque()
         self._end: bytes | None = None
         self.over = self.peer_done = self._deaf = self._started = False
@@ -78,22 +94,23 @@ class Stream:
         """Read bytes of messages; whole ones go to the handler."""
         if self._deaf:
             return
-        if self._have:
-            self._parts.append(data)
-            self._have += len(data)
-            if self._have < self._need:
+        if self._buffer:
+            self._buffer += data
+            if len(self._buffer) < self._need:
+                self._count()
                 return
-            data = b"".join(self._parts)
-            self._parts, self._have = [], 0
+            data, self._buffer = bytes(self._buffer), bytearray()
+            self._release()
         at, end, need = 0, len(data), frames.PREFIX_BYTES
         while end - at >= frames.PREFIX_BYTES:
             need = frames.PREFIX_BYTES + int.from_bytes(data[at + 1 : at + frames.PREFIX_BYTES], "big")
             if data[at]:
-                self.fail(Status.UNIMPLEMENTED, "compressed messages are not read here")
+                self._break_off(Status.UNIMPLEMENTED, "compressed messages are not read here")
                 return
             if need > self._connection.message_bytes:
                 self._deaf = True
                 self.handler.too_long()
+                self._break_off(Status.RESOURCE_EXHAUSTED, "a message is too long")
                 return
             if end - at < need:
                 break
@@ -103,7 +120,8 @@ class Stream:
             at += need
             need = frames.PREFIX_BYTES
         if at < end:
-            self._parts, self._have, self._need = [data[at:] if at else data], end - at, need
+            self._buffer, self._need = bytearray(memoryview(data)[at:]), need
+            self._count()
 
     # ------------------------------------------------ out
 
@@ -115,7 +133,8 @@ class Stream:
             self._started = True
             self._connection.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.number, frames.OK_HEADERS))
         size, connection = len(messages), self._connection
-        if not self.unsent and size <= self.window and size <= connection.window and size <= frames.MAX_FRAME:
+        fits = size <= self.window and size <= connection.window and size <= frames.MAX_FRAME
+        if fits and not self.unsent and not connection.choked:
             self.window -= size
             connection.window -= size
             connection.put(frames.HEAD.pack(size >> 8, size & 0xFF, frames.DATA, 0, self.number) + messages)
@@ -123,6 +142,7 @@ class Stream:
         self._pending.append(messages)
         self.unsent += size
         connection.pump(self)
+        self._count()
 
     def step(self, room: int) -> int:
         """Send one frame of what waits, if the peer's window allows it; return its size. room: of the connection."""
@@ -139,6 +159,7 @@ class Stream:
             missing -= len(piece)
         self.window -= size
         self.unsent -= size
+        self._release()
         self._connection.put(frames.frame(frames.DATA, 0, self.number, b"".join(taken)))
         if self._end is not None and not self.unsent:
             self._connection.end(self, self._end)
@@ -161,11 +182,61 @@ class Stream:
         if self.over:
             return
         self._deaf = self.over = True
-        self._parts = []
+        self._buffer = bytearray()
+        self._release()
         if not self._started:
             self._started = True
             trailers = frames.OK_HEADERS + trailers
         if self.unsent:
             self._end = trailers
+            self.until = time.monotonic() + UNSENT_END_MAX_S
         else:
             self._connection.end(self, trailers)
+
+    def _break_off(self, status: Status, why: str) -> None:
+        """End the call for a fault of the peer, of which its handler knows no end yet."""
+        if not self.over:
+            self.fail(status, why)
+            self.handler.lost()
+
+    def reset(self) -> None:
+        """End the call at once, without what waits for the peer."""
+        was_over, self.over = self.over, True
+        self.drop()
+        self._connection.cut(self)
+        if not was_over:  # later, because the handler may be sending
+            asyncio.get_running_loop().call_soon(self.handler.lost)
+
+    # ------------------------------------------------ memory
+
+    def _count(self) -> None:
+        """Count the bytes that were added; without memory for them, a call ends."""
+        more = len(self._buffer) + self.unsent - self.held
+        if more > 0:
+            try:
+                self._connection.memory.hold(self, more)
+            except UploadsFull as error:
+                self.give_up_body(error)
+
+    def _release(self) -> None:
+        """Give back the memory of bytes that are gone."""
+        less = self.held - len(self._buffer) - self.unsent
+        if less > 0:
+            self._connection.memory.free(self, less)
+
+    def drop(self) -> None:
+        """Forget all bytes that came or wait."""
+        self._deaf = True
+        self._buffer = bytearray()
+        self._pending.clear()
+        self.unsent = 0
+        self._release()
+
+    def give_up_body(self, error: WarmfleetError) -> None:
+        """End the call, whose messages take more memory than any other call's."""
+        if self.unsent:
+            self.reset()
+            return
+        self.drop()
+        self.handler.give_up_body(error)
+        self._break_off(Status.RESOURCE_EXHAUSTED, error.message)

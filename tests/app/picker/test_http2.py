@@ -21,6 +21,7 @@ from warmfleet.picker.port import Port
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from warmfleet.errors import WarmfleetError
     from warmfleet.picker.stream import Stream
 
 ECHO, BROKEN = b"/test/Echo", b"/test/Broken"
@@ -48,6 +49,10 @@ class Echo:
 
     def lost(self) -> None:
         self.told.append("lost")
+
+    def give_up_body(self, error: WarmfleetError) -> None:
+        self.told.append("no memory")
+        self.stream.fail(Status.RESOURCE_EXHAUSTED, error.message)
 
 
 class Served:
