@@ -485,6 +485,32 @@ async def test_a_silent_gateway_keeps_load_for_a_bounded_time(world: World, monk
     assert world.port.streams == 0
 
 
+async def test_a_silent_gateway_keeps_no_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a call that was never placed, or whose answer has ended."""
+    begun, _ = await world.begun(), await world.begun((NONE, NONE))
+    done, _ = await world.placed()
+    await done.send(response_headers=headers(__status="200", ends=True))
+    await done.read()
+    await world.settled("finished")
+    monkeypatch.setattr(calls, "SILENT_MAX_S", 0.0)
+    await poll(lambda: world.port.streams == 0, 10, "no call is open")
+    assert await begun.ended() == grpc.StatusCode.OK
+    assert await done.ended() == grpc.StatusCode.OK
+
+
+async def test_long_metadata_are_not_remembered(world: World) -> None:
+    [shared] = [
+        cell.cell_contents
+        for cell in world.port.routes[service.PROCESS].__closure__ or ()
+        if isinstance(cell.cell_contents, calls.Calls)
+    ]
+    for listed in (world.address, f"{world.address}, {'x' * calls.KEPT_METADATA_BYTES}"):
+        call = await world.begun(metadata={"envoy.lb.subset_hint": {SUBSET: listed}})
+        await call.send(request_body=body(world.body(), ends=True))
+        assert (await call.read()).endpoints == (world.address, world.address)
+    assert [len(kept) < 200 for kept in shared._subsets] == [True]
+
+
 async def test_request_max_ends_a_call(valkey_url: str, model: str) -> None:
     """Before its answer begins the client gets a 504; later only the end of the call can break the answer off."""
     async with made(valkey_url, model, request_max_s=1.5) as world:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from sys import getsizeof
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -12,10 +13,11 @@ from tests.support.polling import poll
 from tests.support.requests.http2 import Peer, peer
 
 from warmfleet.metrics import Metrics
-from warmfleet.picker import frames, limits
+from warmfleet.picker import connection, frames, health, limits
 from warmfleet.picker.connection import Http2Connection
 from warmfleet.picker.frames import Code, Status
 from warmfleet.picker.limits import Limits
+from warmfleet.picker.memory import Memory
 from warmfleet.picker.port import Port
 
 if TYPE_CHECKING:
@@ -68,9 +70,10 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(chosen: Limits = SMALL) -> AsyncIterator[Served]:
+async def serving(chosen: Limits = SMALL, memory: Memory | None = None) -> AsyncIterator[Served]:
     told: list[str] = []
-    port, opened = Port({ECHO: partial(Echo, told)}, chosen, Metrics()), set[Any]()
+    routes: dict[bytes, Any] = {ECHO: partial(Echo, told), **health.checks(lambda: True)}
+    port, opened = Port(routes, chosen, Metrics(), memory), set[Any]()
     server = await asyncio.get_running_loop().create_server(partial(Http2Connection, port, opened), "127.0.0.1", 0)
     try:
         yield Served(port, server.sockets[0].getsockname()[1], told, opened)
@@ -79,7 +82,7 @@ async def serving(chosen: Limits = SMALL) -> AsyncIterator[Served]:
         for connection in [*port.connections]:
             cast("Http2Connection", connection)._transport.abort()
         await poll(lambda: not port.connections, 10, "all connections are closed")
-        assert port.streams == 0
+        assert port.streams == port.memory.held == 0
         assert opened == set()
 
 
@@ -159,10 +162,11 @@ async def test_a_bug_ends_its_call_alone(served: Served, client: Peer, caplog: p
     await echoed(client, 3, b"goes on")
 
 
-async def test_compressed_messages_are_refused(client: Peer) -> None:
+async def test_compressed_messages_are_refused(served: Served, client: Peer) -> None:
     client.call(1, ECHO)
     client.send(frames.frame(frames.DATA, 0, 1, b"\1" + frames.message(b"gzip")[1:]))
     assert (await client.trailers(1))[b"grpc-status"] == b"%d" % Status.UNIMPLEMENTED
+    assert served.told == ["lost"]
 
 
 async def test_a_huge_message_is_refused_before_it_comes(served: Served, client: Peer) -> None:
@@ -360,6 +364,136 @@ async def test_no_more_connections_than_the_limit(served: Served) -> None:
                 assert await five.closed()
 
 
+async def test_refusals_of_a_full_port_are_no_fault_of_a_connection(served: Served, client: Peer) -> None:
+    async with peer(served.number) as other:
+        other.greet()
+        for number in (1, 3, 5, 7):
+            other.call(number, ECHO)
+        await read(other)
+        for number in (1, 3):
+            client.call(number, ECHO)
+        assert served.port.limits.all_streams == 6
+        for number in range(5, 2 * (limits.EARLY_RESETS + limits.EARLY_RESETS_PER_S * 4), 2):
+            client.call(number, ECHO)
+            if number % 500 == 5:
+                await read(client)
+        await echoed(client, 1, b"goes on")
+
+
+async def test_settings_change_the_windows_once_a_frame(served: Served, client: Peer) -> None:
+    client.call(1, ECHO)
+    value = frames.INITIAL_WINDOW.to_bytes(2, "big")
+    client.send(frames.frame(frames.SETTINGS, 0, 0, b"".join(value + frames.number(n) for n in (2**31 - 1, 70_000))))
+    await read(client)
+    [found] = served.opened
+    assert found.streams[1].window == 70_000
+    client.send(frames.frame(frames.SETTINGS, 0, 0, (value + frames.number(5)) * (limits.SETTINGS_MAX + 1)))
+    assert (await client.goaway())[1] == Code.ENHANCE_YOUR_CALM
+
+
+# ---------------------------------------------------------------- memory, time
+
+
+async def read(client: Peer) -> None:
+    """Return once the server has read all that was sent."""
+    client.send(frames.frame(frames.PING, 0, 0, bytes(8)))
+    await client.until(frames.PING)
+
+
+async def test_half_messages_together_have_a_bound() -> None:
+    """The call that takes the most gives way; tiny frames take no more than their bytes."""
+    async with serving(memory=Memory(50_000)) as served, peer(served.number) as client:
+        client.greet()
+        half = frames.message(bytes(100_000))
+        for number in (1, 3):
+            client.call(number, ECHO)
+        client.send(frames.frame(frames.DATA, 0, 1, half[:15_000]) * 2)
+        client.send(frames.frame(frames.DATA, 0, 3, half[:5]), frames.frame(frames.DATA, 0, 3, bytes(2)) * 7_000)
+        await read(client)
+        assert served.port.memory.held == 30_000 + 14_005
+        [found] = served.opened
+        assert getsizeof(found.streams[3]._buffer) < 20_000
+        client.send(frames.frame(frames.DATA, 0, 3, bytes(10_000)))
+        assert (await client.trailers(1))[b"grpc-status"] == b"%d" % Status.RESOURCE_EXHAUSTED
+        assert served.told == ["no memory"]
+        assert served.port.memory.held == 24_005
+        client.send(frames.frame(frames.RST_STREAM, 0, 3, frames.number(Code.CANCEL)))
+        await read(client)
+        assert served.port.memory.held == 0
+
+
+async def test_answers_that_wait_have_a_bound() -> None:
+    async with serving(memory=Memory(50_000)) as served, peer(served.number) as client:
+        client.greet(window=0)
+        for number in (1, 3):
+            client.call(number, ECHO)
+        client.data(1, bytes(29_995))
+        client.data(3, bytes(14_995))
+        await read(client)
+        assert served.port.memory.held == 45_000
+        client.data(3, bytes(9_990))
+        assert (await client.until(frames.RST_STREAM)).stream == 1
+        await poll(lambda: served.told == ["lost"], 10, "the handler knows")
+        client.send(frames.settings({frames.INITIAL_WINDOW: 60_000}))
+        await read(client)
+        assert served.port.memory.held == 0
+
+
+async def test_a_socket_that_takes_no_more_gets_no_more() -> None:
+    """What a peer's windows allow stays in the calls, where it is counted, as long as the peer does not read."""
+    async with serving(Limits(400, 400, 4, 300_000), Memory(2**30)) as served, peer(served.number) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.greet(window=2**30)
+        client.send(frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.number(2**30)))
+        for number in range(1, 100, 2):
+            client.call(number, ECHO)
+        await poll(lambda: served.port.streams == 50, 10, "the calls")
+        [found] = served.opened
+        for call in found.streams.values():
+            call.send(bytes(200_000))
+        assert served.port.memory.held > 50 * 200_000 - 6_000_000
+        assert found._transport.get_write_buffer_size() <= connection.UNSENT_HIGH + 2 * frames.MAX_FRAME
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        got = 0
+        while got < 50 * 200_000:
+            got += len((await client.until(frames.DATA)).payload)
+        assert served.port.memory.held == 0
+
+
+async def test_an_end_that_is_not_taken_has_a_limit(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmfleet.picker.stream.UNSENT_END_MAX_S", -1.0)
+    async with peer(served.number) as client:
+        client.greet(window=0)
+        client.call(1, ECHO)
+        client.data(1, b"never taken", ends=True)
+        await read(client)
+        assert served.port.streams == 1
+        served.port.look()
+        assert (await client.until(frames.RST_STREAM)).stream == 1
+        assert served.port.streams == 0
+        assert served.told == ["ended"]
+
+
+async def test_a_health_check_that_does_not_end_has_a_limit(
+    served: Served, client: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.call(1, health.CHECK)
+    await read(client)
+    monkeypatch.setattr(health, "CHECK_MAX_S", -1.0)
+    client.call(3, health.CHECK)
+    await read(client)
+    monkeypatch.undo()
+    served.port.look()
+    assert (await client.until(frames.RST_STREAM)).stream == 3
+    assert served.port.streams == 1
+
+
+async def test_a_health_check_of_a_cut_off_name(client: Peer) -> None:
+    client.call(1, health.CHECK)
+    client.data(1, b"\n", ends=True)
+    assert (await client.trailers(1))[b"grpc-status"] == b"%d" % Status.NOT_FOUND
+
+
 # ---------------------------------------------------------------- what is no HTTP/2
 
 
@@ -374,6 +508,10 @@ async def test_no_more_connections_than_the_limit(served: Served) -> None:
         (frames.PREFACE + frames.settings({}) + frames.frame(frames.HEADERS, 4, 2, b"\x82"), Code.PROTOCOL_ERROR),
         (
             frames.PREFACE + frames.settings({}) + frames.frame(frames.HEADERS, 4, 1, b"\xff\xff"),
+            Code.COMPRESSION_ERROR,
+        ),
+        (
+            frames.PREFACE + frames.settings({}) + frames.frame(frames.HEADERS, 4, 1, b"\x7f" + b"\xff" * 9_000),
             Code.COMPRESSION_ERROR,
         ),
         (frames.PREFACE + frames.settings({}) + frames.frame(frames.CONTINUATION, 4, 1, b""), Code.PROTOCOL_ERROR),
@@ -419,4 +557,16 @@ async def test_a_connection_that_leaves_lets_its_calls_end(served: Served, clien
         await echoed(client, stream, b"goes on")
         client.send(frames.frame(frames.DATA, frames.END_STREAM, stream))
         assert (await client.trailers(stream))[b"grpc-status"] == b"0"
+    assert await client.closed()
+
+
+async def test_a_peer_that_does_not_answer_the_goodbye_delays_no_end(
+    served: Served, client: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "GOODBYE_MAX_S", 0.05)
+    await read(client)
+    [found] = served.opened
+    found.shutdown()
+    assert await client.goaway() == (frames.MAX_WINDOW, Code.NO_ERROR)
+    assert await client.goaway() == (0, Code.NO_ERROR)
     assert await client.closed()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.gateways.ext_proc import TYPES, Answer, body, headers, request
 
 from warmfleet.picker import calls, messages
+from warmfleet.picker.limits import MESSAGE_MARGIN
 from warmfleet.picker.messages import Change, MessageError, Modes
 
 ASCII = st.text(st.characters(codec="ascii", exclude_characters="_"), max_size=300)
@@ -121,3 +122,16 @@ def test_an_immediate_answer_and_more_time() -> None:
     assert (told.status.code, told.body, told.details) == (429, b"full", "details")
     told = TYPES["ProcessingResponse"].FromString(messages.more_time(35.25)).override_message_timeout
     assert (told.seconds, told.nanos) == (35, 250_000_000)
+
+
+@pytest.mark.parametrize("tag", [messages.REQUEST_HEADERS, messages.METADATA, messages.ATTRIBUTES])
+def test_a_long_message_is_a_body(tag: int) -> None:
+    """Others would be kept, or take seconds to read, as their fields may be of two bytes."""
+    body_of = request(request_body=body(bytes(300_000), ends=True))
+    assert len(messages.read_body(messages.read(body_of).content)[0]) == 300_000
+    beside = messages._field(tag, bytes(MESSAGE_MARGIN))
+    for told in (beside, beside + body_of, body_of + beside):
+        with pytest.raises(MessageError, match="too long"):
+            messages.read(told)
+    with pytest.raises(MessageError, match="too long"):
+        messages.read_body(b"\n\0" * MESSAGE_MARGIN)
