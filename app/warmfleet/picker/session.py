@@ -429,7 +429,7 @@ class Session:
             self._give_up(Status.RESOURCE_EXHAUSTED, error.message)
 
     def forget(self) -> None:
-        """Give the reservation back, because the gateway has been silent for too long; the call stays open."""
+        """Give the reservation back, because the gateway has been silent for too long."""
         self._settle("cancelled")
         self._note_end(complete=False)
 
