@@ -178,7 +178,7 @@ async def test_a_picker_that_dies_breaks_the_answers_of_its_open_calls(world: Wo
                 async for line in answer.content:
                     count += line.startswith(b"data: {")
         except aiohttp.ClientError:
-            return -count
+            return -1 - count
         return count
 
     running = [asyncio.create_task(answered()) for _ in range(6)]

@@ -19,6 +19,7 @@ import aiohttp
 import httpx
 import pytest
 from tests.support.polling import poll
+from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import ROOT, SERVED_NAME, TRUTH, EngineOptions, VllmEngine, running
 from tests.vllm.replicas import Replica, running_replicas
 
@@ -33,7 +34,13 @@ STEP_S = "0.03"  # as long as a larger model's step, so that answers take second
 SOON_S = 1.0  # within this time after any event load is what the engines have
 CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "90"))
 
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.long(
+        minutes=5,
+        shows="real vLLM reports the ends of requests: killed replica, n = 3, client gone, no renewal, restart",
+    ),
+]
 
 
 @dataclass
@@ -101,17 +108,24 @@ def engine_options(name: str, redis_url: str) -> EngineOptions:
 
 
 @pytest.fixture(scope="module")
-def fleet_of_engines(vllm_store: str) -> Iterator[tuple[dict[str, VllmEngine], list[Replica]]]:
+def ends_store(installed: None) -> Iterator[str]:
+    """URL of a Valkey to which no engine of other tests reports."""
+    with server(valkey_binary()) as redis_url:
+        yield redis_url
+
+
+@pytest.fixture(scope="module")
+def fleet_of_engines(ends_store: str) -> Iterator[tuple[dict[str, VllmEngine], list[Replica]]]:
     with ExitStack() as stack:
-        engines = stack.enter_context(running(engine_options("ends-a", vllm_store)))
-        replicas = stack.enter_context(running_replicas(vllm_store, engines=1, WARMFLEET_DECIDE_TIMEOUT_S="2"))
+        engines = stack.enter_context(running(engine_options("ends-a", ends_store)))
+        replicas = stack.enter_context(running_replicas(ends_store, engines=1, WARMFLEET_DECIDE_TIMEOUT_S="2"))
         yield {engine.worker_id: engine for engine in engines}, replicas
 
 
 @pytest.fixture
-async def world(fleet_of_engines: tuple[dict[str, VllmEngine], list[Replica]], vllm_store: str) -> AsyncIterator[World]:
+async def world(fleet_of_engines: tuple[dict[str, VllmEngine], list[Replica]], ends_store: str) -> AsyncIterator[World]:
     engines, replicas = fleet_of_engines
-    fleet = Fleet(connect(vllm_store, timeout_s=5), SERVED_NAME)
+    fleet = Fleet(connect(ends_store, timeout_s=5), SERVED_NAME)
     async with aiohttp.ClientSession() as session:
         world = World(fleet, engines, replicas, session)
         await world.becomes(0, 40, "the test before has ended")
@@ -204,11 +218,11 @@ def unfinished(engine: VllmEngine) -> int:
     ),
 )
 @pytest.mark.timeout(1_800)
-async def test_load_is_what_the_engines_have_under_chaos(vllm_store: str) -> None:
+async def test_load_is_what_the_engines_have_under_chaos(ends_store: str) -> None:
     with ExitStack() as stack:
-        engines = stack.enter_context(running(*[engine_options(f"chaos-{name}", vllm_store) for name in "ab"]))
-        replicas = stack.enter_context(running_replicas(vllm_store, WARMFLEET_DECIDE_TIMEOUT_S="2"))
-        fleet = Fleet(connect(vllm_store, timeout_s=5), SERVED_NAME)
+        engines = stack.enter_context(running(*[engine_options(f"chaos-{name}", ends_store) for name in "ab"]))
+        replicas = stack.enter_context(running_replicas(ends_store, WARMFLEET_DECIDE_TIMEOUT_S="2"))
+        fleet = Fleet(connect(ends_store, timeout_s=5), SERVED_NAME)
         async with aiohttp.ClientSession() as session:
             world = World(fleet, {engine.worker_id: engine for engine in engines}, replicas, session)
             strikes = Strikes(world, random.Random(1))
