@@ -53,21 +53,20 @@ def _png(data: bytes) -> Header:
     for name in _png_chunks(data):
         if name == b"tRNS" and kind == "rgb":
             kind = "clear"
-        elif name == b"acTL":
-            raise ValueError("an animation")
     return Header(width, height, kind)
 
 
 def _png_chunks(data: bytes) -> Iterator[bytes]:
-    """Yield the name of each chunk behind the first."""
+    """Yield the name of each chunk behind the first, of an animation up to its second image."""
     if data[12:16] != b"IHDR":
         raise ValueError("no IHDR")
-    at = 33
+    at, pixels = 33, False
     for _ in range(MAX_PARTS):
         length, name = struct.unpack_from(">I4s", data, at)
-        if name == b"IEND":
+        if name == b"IEND" or (pixels and name == b"fcTL"):
             return
         yield name
+        pixels = pixels or name == b"IDAT"
         at += length + 12
     raise ValueError("too many chunks")
 

@@ -11,9 +11,20 @@ from PIL import Image
 from tests.support.requests.random_requests import PROSE, RandomRequest
 
 XMP = b'<x:xmpmeta><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>'
+#: Format -> modes of the image as it is stored.
+MODES = {
+    "PNG": ("RGB", "RGBA", "L", "P", "LA", "1", "I;16"),
+    "JPEG": ("RGB", "L", "CMYK"),
+    "GIF": ("P", "L", "RGB"),
+    "WEBP": ("RGB", "RGBA"),
+}
+#: Format, mode and whether the image moves.
+FORMS = [(form, mode, False) for form, modes in MODES.items() for mode in modes]
+FORMS += [(form, mode, True) for form in ("PNG", "GIF", "WEBP") for mode in MODES[form] if mode != "I;16"]
 KINDS: tuple[Literal["chat", "messages", "responses"], ...] = ("chat", "messages", "responses")
 MOST_TURNS = 8
-PICTURES = 24  # number of pictures that chats share, so that engines have many of them in their cache
+#: Number of pictures that chats share, so that engines have many of them in their cache: each of FORMS, most twice.
+PICTURES = 48
 BASE64 = "data:image/png;base64,"  # engines and routers read the format from the picture
 
 
@@ -24,15 +35,10 @@ def exif(orientation: int) -> bytes:
     return made.tobytes()
 
 
-def picture(rng: random.Random, least: int = 1, most: int = 90) -> bytes:
-    """A random image of one of the formats, each side of ``least`` pixels or more, but fewer than ``most``."""
-    form, out = rng.choice(["PNG", "JPEG", "GIF", "WEBP"]), io.BytesIO()
-    modes = {
-        "PNG": ["RGB", "RGBA", "L", "P", "LA", "1", "I;16"],
-        "JPEG": ["RGB", "L", "CMYK"],
-        "GIF": ["P", "L", "RGB"],
-    }
-    mode, size = rng.choice(modes.get(form, ["RGB", "RGBA"])), (rng.randrange(least, most), rng.randrange(least, most))
+def picture(rng: random.Random, least: int = 1, most: int = 90, wanted: tuple[str, str, bool] | None = None) -> bytes:
+    """A random image, each side of ``least`` pixels or more, but fewer than ``most``. wanted: one of FORMS."""
+    form, mode, moves = wanted or rng.choice(FORMS)
+    out, size = io.BytesIO(), (rng.randrange(least, most), rng.randrange(least, most))
     image = Image.new(mode, size) if mode == "I;16" else Image.effect_noise(size, 90).convert(mode)
     more: dict[str, object] = {}
     if form != "GIF" and rng.random() < 0.5:
@@ -46,8 +52,10 @@ def picture(rng: random.Random, least: int = 1, most: int = 90) -> bytes:
         more |= {"icc_profile": b"i" * rng.randrange(1, 90_000)} if rng.random() < 0.3 else {}
     if form == "GIF":
         more |= {"comment": b"c" * rng.randrange(1, 2_000)}
-    if form in ("GIF", "WEBP") and rng.random() < 0.3:
+    if moves:
         more |= {"save_all": True, "append_images": [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]}
+    if moves and form == "PNG":
+        more["default_image"] = rng.random() < 0.5
     if form == "WEBP":
         more |= {"lossless": rng.random() < 0.5}
     image.save(out, form, **more)
@@ -57,7 +65,8 @@ def picture(rng: random.Random, least: int = 1, most: int = 90) -> bytes:
 def conversations(seed: int, count: int) -> list[RandomRequest]:
     """Chats of three APIs with several pictures; later ones often go on from earlier ones."""
     rng = random.Random(seed)
-    shown = [base64.b64encode(picture(rng, 20, 200)).decode() for _ in range(PICTURES)]
+    wanted = [FORMS[number % len(FORMS)] for number in range(PICTURES)]
+    shown = [base64.b64encode(picture(rng, 20, 200, form)).decode() for form in wanted]
     known: list[list[Any]] = []
     made = []
     for _ in range(count):
