@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("llava", "qwen2_vl")
+#: A model all of whose images have the same tokens, which join line feeds beside them. It is not served on a CPU.
+JOINED_KIND = "gemma3"
 #: Models that put other tokens among those of an image, so that routers learn them from reports.
 LEARNED_KINDS = ("pixtral", "idefics3")
 #: What vLLM imports for models that see, with what these need: torchvision for Qwen2-VL, mistral-common for LLaVA.

@@ -1,9 +1,10 @@
 """Write a small random model that sees images, with a real processor, so that real vLLM serves it on a CPU.
 
-    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3
+    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3|gemma3
 
 It runs in ``.venv-vllm`` and needs torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache
-are real. Pixtral ends the rows of an image with other tokens; Idefics3 cuts an image into tiles, with a text between.
+are real. Pixtral ends the rows of an image with other tokens; Idefics3 cuts an image into tiles, with a text between;
+Gemma3 puts line feeds around an image, which become one token with those beside it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>"
 MARKS_OF = {
     "pixtral": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
 }
+LINE_FEEDS = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # tokens of Gemma3
 TOKEN = {"qwen2_vl": "<|image_pad|>", "llava": "<image>", "pixtral": "[IMG]", "idefics3": "<image>"}
+TOKEN |= {"gemma3": "<start_of_image>"}
 PLACE = TOKEN | {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -39,13 +43,19 @@ EYE |= {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
 def tokenizer(kind: str) -> Any:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     from warmfleet_loadtest.tiny_model import END_OF_TEXT, TURN_END, train_tokenizer
 
     marks = MARKS + MARKS_OF.get(kind, ())
-    trained = train_tokenizer(VOCABULARY - len(marks))
+    line_feeds = LINE_FEEDS if kind == "gemma3" else ()
+    trained = train_tokenizer(VOCABULARY - len(marks) - len(line_feeds))
     trained.add_special_tokens(list(marks))
+    trained.add_tokens([AddedToken(line_feed, normalized=False) for line_feed in line_feeds])
+    named = {"image_token": TOKEN[kind]}
+    if kind == "gemma3":
+        named = {"boi_token": TOKEN[kind], "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     fast: Any = PreTrainedTokenizerFast
     return fast(
         tokenizer_object=trained,
@@ -54,8 +64,8 @@ def tokenizer(kind: str) -> Any:
         model_max_length=32_768,
         clean_up_tokenization_spaces=False,
         chat_template=TEMPLATE.replace("PLACE", PLACE[kind]),
-        extra_special_tokens={
-            "image_token": TOKEN[kind],
+        extra_special_tokens=named
+        | {
             "video_token": "<|video_pad|>",
             "vision_bos_token": "<|vision_start|>",
             "vision_eos_token": "<|vision_end|>",
@@ -136,7 +146,25 @@ def idefics3(words: Any) -> tuple[Any, Any]:
     return hf.Idefics3ForConditionalGeneration(config), processor
 
 
-MAKERS = {"llava": llava, "qwen2_vl": qwen2_vl, "pixtral": pixtral, "idefics3": idefics3}
+def gemma3(words: Any) -> tuple[Any, Any]:
+    import transformers
+
+    hf: Any = transformers
+    seen = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    names = {"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+    names |= {"image_token_index": "<image_soft_token>"}
+    config = hf.Gemma3Config(
+        vision_config=hf.SiglipVisionConfig(**seen, image_size=56, patch_size=14),
+        text_config=hf.Gemma3TextConfig(**TEXT, head_dim=32, sliding_window=64),
+        mm_tokens_per_image=4,
+        **{name: words.convert_tokens_to_ids(token) for name, token in names.items()},
+    )
+    eye = hf.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+    processor = hf.Gemma3Processor(eye, words, words.chat_template, image_seq_length=4)
+    return hf.Gemma3ForConditionalGeneration(config), processor
+
+
+MAKERS = {"llava": llava, "qwen2_vl": qwen2_vl, "pixtral": pixtral, "idefics3": idefics3, "gemma3": gemma3}
 
 
 def main() -> None:

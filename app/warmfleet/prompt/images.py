@@ -18,14 +18,16 @@ import pybase64
 from blake3 import blake3
 
 from warmfleet.prompt.image_header import header_of
+from warmfleet.prompt.learned_images import are_runs
 from warmfleet.prompt.media_prefix import MODALITIES, REAL
 from warmfleet.prompt.messages import NotReproducible
-from warmfleet.protocol.image_tokens import FAMILIES, LEARNED, MAX_ID, MAX_TOKENS
+from warmfleet.protocol.image_tokens import FAMILIES, LEARNED, MAX_ID, MAX_TOKENS, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet.prompt.learned_images import Runs
+    from warmfleet.protocol.image_tokens import Join
     from warmfleet.protocol.wire import Media
 
     Frame = tuple[bytes, bytes]
@@ -95,14 +97,20 @@ class Images:
         parts, token_id = text.split(REAL), self._rules.token_id
         items = [self._ids[name] for name in parts[1::2]]
         parts[1::2] = [self._rules.token] * len(items)
-        ids, made, at = self._encode("".join(parts)), array("I"), 0
+        ids, at = self._encode("".join(parts)), 0
+        pieces: list[array[int]] = []
         if ids.count(token_id) != len(items):
             raise NotReproducible("image_place")
         for item in items:
             place = ids.index(token_id, at)
-            made += ids[at:place] + item
+            pieces += ids[at:place], item[:]
             at = place + 1
-        return made + ids[at:]
+        pieces.append(ids[at:])
+        join(pieces, self._rules.joins)
+        made = array("I")
+        for piece in pieces:
+            made += piece
+        return made
 
     def places(self, parts: Sequence[array[int]]) -> list[Media]:
         """Find the images in the ids of a prompt, which come in parts; no image is in two parts.
@@ -111,7 +119,7 @@ class Images:
         for example special ones that begin every prompt.
         """
         found: list[Media] = []
-        token_id, begin = self._rules.token_id, 0
+        token_id, begin, edge = self._rules.token_id, 0, 1 if self._rules.joins else 0
         waiting = [(item, self._ids[item.mark.strip(REAL)]) for item in reversed(self._items)]
         if sum(ids.count(token_id) for ids in parts) != sum(own.count(token_id) for _, own in waiting):
             raise NotReproducible("image_place")
@@ -120,7 +128,8 @@ class Images:
             while left > 0 and waiting:
                 item, own = waiting.pop()
                 at = ids.index(token_id, at) - own.index(token_id)
-                if at < 0 or ids[at : at + len(own)] != own:
+                inner = slice(edge, len(own) - edge)  # without tokens that may be joined with others
+                if at < 0 or ids[at : at + len(own)][inner] != own[inner]:
                     raise NotReproducible("image_place")
                 found.append((begin + at, item.tokens, item.identifier))
                 at, left = at + len(own), left - own.count(token_id)
@@ -141,7 +150,8 @@ class ImageRules:
     in its place. family, parameters: see ``image_tokens``. algorithm: a key of HASHES. framed: the length of the
     image's bytes is hashed before them. frames: by the kind of the image (``image_header``), the bytes hashed before
     and behind its own; ``uuid``: those around a client's id, missing if that is the identifier itself. made: stands
-    for what the engine makes of some images. Engines with other settings may give an image other tokens.
+    for what the engine makes of some images. Engines with other settings may give an image other tokens. runs: the
+    tokens of every image; empty if the announced one alone stands there. joins: see ``image_tokens``.
     """
 
     token: str
@@ -152,6 +162,8 @@ class ImageRules:
     framed: bool
     frames: Mapping[str, Frame]
     made: str = ""
+    runs: Runs = ()
+    joins: tuple[Join, ...] = ()
 
     @classmethod
     def of(cls, fact: Any) -> ImageRules | None:
@@ -172,14 +184,28 @@ class ImageRules:
                 fact["framed"] is True,
                 frames,
                 str(fact.get("made", "")),
+                tuple(fact.get("runs", ())),
+                tuple((int(left), int(right), int(made)) for left, right, made in fact.get("joins", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+        if (rules.runs or rules.joins) and not rules._have_runs():
             return None
         short = all(len(part) <= MAX_FRAME_BYTES for frame in frames.values() for part in frame)
         usable = (
             rules.token and 0 <= rules.token_id < 2**32 and min(parameters, default=1) > 0 and rules.algorithm in HASHES
         )
         return rules if usable and short and frames.keys() >= KINDS else None
+
+    def _have_runs(self) -> bool:
+        """Whether the announced runs and joins fit each other, the family and the token."""
+        if not are_runs(list(self.runs)) or (self.family, *self.parameters) != ("fixed", sum(self.runs[1::2])):
+            return False
+        inner = self.runs[2:-2:2] if self.joins else self.runs[::2]
+        joined = [token for each in self.joins for token in each]
+        return self.runs[::2].count(self.token_id) == inner.count(self.token_id) > 0 and all(
+            0 <= token < 2**32 for token in joined
+        )
 
     def item(
         self,
@@ -210,7 +236,7 @@ class ImageRules:
         tokens = formula(width, height, *self.parameters)
         if not 0 < tokens <= MAX_TOKENS:
             raise NotReproducible("image_size")
-        return Item(identifier, tokens)
+        return Item(identifier, tokens, self.runs)
 
     def _own(self, uuid: Any, rename: Callable[[str], str] | None) -> str | None:
         """Return the identifier of an image with this client's id; None without one. Raises NotReproducible."""
@@ -228,6 +254,7 @@ class ImageRules:
         runs = learned(identifier)
         if runs is None:
             raise NotReproducible(reason)
+        runs = self.runs or runs  # in a report, tokens may be joined with others
         if self.token_id not in runs[::2]:
             raise NotReproducible("image_place")
         return Item(identifier, sum(runs[1::2]), runs)

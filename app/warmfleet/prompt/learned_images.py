@@ -67,7 +67,7 @@ class LearnedImages:
             identifier, runs = json.loads(text) if len(text) <= MAX_IMAGE_BYTES else ("", ())
         except (ValueError, TypeError, RecursionError):
             return "malformed"
-        if not isinstance(identifier, str) or not 0 < len(identifier) <= MAX_ID or not _are_runs(runs):
+        if not isinstance(identifier, str) or not 0 < len(identifier) <= MAX_ID or not are_runs(runs):
             return "malformed"
         with self._lock:
             self._images.pop(identifier, None)
@@ -81,7 +81,8 @@ class LearnedImages:
             del self._images[oldest]
 
 
-def _are_runs(runs: Any) -> bool:
+def are_runs(runs: Any) -> bool:
+    """Whether this value is a list of runs, of no more tokens than a prompt's images may have."""
     if not isinstance(runs, list) or not runs or len(runs) % 2 or not all(type(number) is int for number in runs):
         return False
     tokens, counts = runs[::2], runs[1::2]

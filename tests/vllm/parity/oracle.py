@@ -36,6 +36,14 @@ class Oracle:
 
     def __init__(self, model: str, arguments: list[str]) -> None:
         self.state, self.config = render_state(model, arguments)
+        self._media: list[list[Any]] = []  # the images of each prompt of a request
+        # The render server's answer has no room for images that share a token, as two of Gemma 3 do side by side.
+        self.state.serving_render._extract_mm_features = self._note
+
+    def _note(self, rendered: Any, **_: Any) -> None:
+        """Note the offset, the length and the identifier of each image in a rendered prompt."""
+        places, items = (rendered.get(name, {}).get("image", []) for name in ("mm_placeholders", "mm_hashes"))
+        self._media.append([[place.offset, place.length, item] for place, item in zip(places, items, strict=True)])
 
     def announced(self) -> dict[str, Any]:
         """Return the facts that the plugin's server half sends to routers, made by the plugin's own code."""
@@ -68,7 +76,7 @@ class Oracle:
         from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
         body = body | {"model": self.state.args.model}
-        serving = self.state.serving_render
+        serving, self._media = self.state.serving_render, []
         if endpoint == "chat":
             made = await serving.render_chat_request(ChatCompletionRequest.model_validate(body))
         elif endpoint == "messages":
@@ -79,16 +87,8 @@ class Oracle:
             made = await serving.render_completion_request(CompletionRequest.model_validate(body))
         if hasattr(made, "error"):
             return str(made.error.message)[:300]
-        return [(list(item.token_ids), images(item)) for item in (made if isinstance(made, list) else [made])]
-
-
-def images(rendered: Any) -> list[Any]:
-    """Return the offset, the length and the identifier of each image in a rendered prompt."""
-    features = rendered.features
-    if features is None:
-        return []
-    places, items = features.mm_placeholders["image"], features.mm_hashes["image"]
-    return [[place.offset, place.length, item] for place, item in zip(places, items, strict=True)]
+        prompts = made if isinstance(made, list) else [made]
+        return [(list(item.token_ids), media) for item, media in zip(prompts, self._media, strict=True)]
 
 
 def hashed(ids: list[int], scheme: list[Any], salt: str | None, lora: list[str] | None, media: list[Any]) -> str:

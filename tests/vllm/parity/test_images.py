@@ -10,7 +10,7 @@ from tests.support.requests.pictures import PICTURES, conversations
 from tests.vllm.inside import inside
 from tests.vllm.parity.test_parity import report
 from tests.vllm.parity.truth import Counts, Model, Truth, compare
-from tests.vllm.seeing import KINDS, LEARNED_KINDS, vision, vision_model
+from tests.vllm.seeing import JOINED_KIND, KINDS, LEARNED_KINDS, vision, vision_model
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -32,7 +32,7 @@ def seeing(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """vLLM with models that see. Two also have a template that does not loop over parts."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "strings.jinja").write_text(STRINGS)
-    models = {kind: Model(vision_model(kind)) for kind in (*KINDS, *LEARNED_KINDS)}
+    models = {kind: Model(vision_model(kind)) for kind in (*KINDS, *LEARNED_KINDS, JOINED_KIND)}
     strings = ("--chat-template", str(folder / "strings.jinja"))
     models |= {f"{kind} of texts": Model(models[kind].folder, strings) for kind in KINDS}
     settings = ("--media-io-kwargs", '{"image": {"rgba_background_color": [0, 9, 255]}}')
@@ -63,7 +63,7 @@ async def counted(truth: Truth, model: str, seeds: range, each: int) -> Counts:
     return total
 
 
-@pytest.mark.parametrize("model", [*KINDS, *[f"{kind} of texts" for kind in KINDS], "settings"])
+@pytest.mark.parametrize("model", [*KINDS, *[f"{kind} of texts" for kind in KINDS], "settings", JOINED_KIND])
 async def test_ids_images_and_hashes_equal_vllm(seeing: Truth, model: str) -> None:
     counts = await counted(seeing, model, range(2), 40)
     assert not counts.fallback
@@ -85,9 +85,9 @@ def test_engines_with_other_settings_of_the_processor_announce_another_rule(seei
 
 
 @pytest.mark.long(
-    minutes=1, shows="1,000 random chats with pictures through vLLM's own processor and hasher: the same block hashes"
+    minutes=1, shows="2,500 random chats with pictures through vLLM's own processor and hasher: the same block hashes"
 )
-@pytest.mark.parametrize("model", [*KINDS, *LEARNED_KINDS])
+@pytest.mark.parametrize("model", [*KINDS, *LEARNED_KINDS, JOINED_KIND])
 async def test_a_thousand_chats_with_pictures_equal_vllm(seeing: Truth, model: str) -> None:
     counts = await counted(seeing, model, range(10, 15), 100)
     assert counts.equal + counts.fallback["image_new"] == 500

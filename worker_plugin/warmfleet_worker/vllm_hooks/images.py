@@ -2,9 +2,9 @@
 
 Nothing is assumed about the version of vLLM. Its own code loads, hashes and places small images, and the bytes hashed
 around an image's own are recorded. A model whose images are more than one repeated token, or whose count follows no
-known formula, has the family LEARNED if an image's tokens depend on the image alone: routers learn them from reports. A
-model that puts an image in place of anything but one token, or changes the text beside it, gets no fact: routers then
-know its prompts up to the first image.
+known formula, has the family LEARNED if an image's tokens depend on the image alone: routers learn them from reports,
+or are told them if all images have the same. A model that puts an image in place of anything but one token, or changes
+the text beside it by more than joins, gets no fact: routers then know its prompts up to the first image.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import hashlib
 import inspect
 import io
 import types
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.protocol.image_tokens import FAMILIES, LEARNED, MADE_CHARACTERS, SIZES
+from warmfleet_worker.protocol.image_tokens import FAMILIES, LEARNED, MADE_CHARACTERS, SIZES, join
 from warmfleet_worker.protocol.wire import dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from warmfleet_worker.protocol.image_tokens import Join
 
 #: Kind of an image, in the words of routers -> modes of small images of that kind.
 KINDS = {"rgb": ("RGB",), "clear": ("RGB",), "other": ("RGBA", "L", "P", "LA")}
@@ -30,6 +33,9 @@ SOME_SIDES = (SIDES, (640, 430), (333, 1_200))
 LARGE = (3_024, 2_268)  # of an image that is tried alone: larger than most settings allow, so that these show
 #: Texts around images that are tried together: some models join line feeds with those that are part of an image.
 AROUND = ("a\n\n", "\n b\n\n\n", "\n", " ")
+#: The same for models that join them: vLLM refuses a prompt of Gemma 3 with a line feed behind an image.
+AROUND_JOINED = ("a\n", "b\n\n", "", " c")
+LINE_FEEDS = tuple("\n" * count for count in range(1, 5))
 
 
 def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
@@ -43,9 +49,9 @@ def images(renderer: Any, model_config: Any) -> dict[str, Any] | None:
     hashed = _frames(processor, config) if rule is not None else None
     if placed is None or rule is None or hashed is None:
         return None
-    (token_id, _), (family, parameters, made) = placed, rule
+    (token_id, _), (counted, made) = placed, rule
     text = processor.info.get_tokenizer().convert_ids_to_tokens(token_id)
-    told = {"token": text, "token_id": token_id, "family": family, "parameters": parameters}
+    told = {"token": text, "token_id": token_id, **counted}
     digest = hashlib.sha256(dumps([told, made]).encode()).hexdigest()[:MADE_CHARACTERS]
     return {**told, "made": digest, **hashed}
 
@@ -96,27 +102,84 @@ def _made(processor: Any, prompt: list[int], sizes: Sequence[tuple[int, int]]) -
     return list(made["mm_placeholders"]["image"]), list(made["prompt_token_ids"])
 
 
-def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[str, dict[str, int], Any] | None:
-    """Return the family, its parameters and the tokens of images that are tried alone. ids: of an image of SIDES."""
+def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[dict[str, Any], Any] | None:
+    """Return what tells routers an image's tokens, and the tokens of images that are tried alone.
+
+    ids: of an image of SIDES.
+    """
     formula = _formula(processor.info, config) if set(ids) == {token_id} else None
     if formula is not None and FAMILIES[formula[0]][0](*SIDES, *formula[1].values()) == len(ids):
-        return *formula, []
+        return {"family": formula[0], "parameters": formula[1]}, []
     alone = [_made(processor, [token_id], [size]) for size in (*SOME_SIDES, LARGE)]
-    whole = all((place.offset, place.length) == (0, len(made)) for (place,), made in alone)
     ids_alone = [made for _, made in alone]
-    return (LEARNED, {}, ids_alone) if whole and _is_placed_so(processor, config, token_id, ids_alone) else None
+    if not all((place.offset, place.length) == (0, len(made)) for (place,), made in alone):
+        return None
+    if _is_placed_so(processor, config, token_id, ids_alone):
+        told = _same(processor.info, ids_alone) or {"family": LEARNED, "parameters": {}}
+        return told, ids_alone
+    told, joins = _same(processor.info, ids_alone), _joins(processor, token_id, ids)
+    if not told or not joins or token_id in (ids[0], ids[-1]):
+        return None
+    return (
+        (told | {"joins": joins}, ids_alone) if _is_placed_so(processor, config, token_id, ids_alone, joins) else None
+    )
 
 
-def _is_placed_so(processor: Any, config: Any, token_id: int, alone: list[list[int]]) -> bool:
-    """Return whether images have these tokens also beside others and line feeds, and change none of these."""
+def _same(info: Any, alone: list[list[int]]) -> dict[str, Any] | None:
+    """Return family, parameters and runs if all images have the same tokens; None if not. alone: tokens of some."""
+    count = _counter(info)
+    if (
+        count is None
+        or len({count(width, height) for width, height in SIZES}) != 1
+        or alone.count(alone[0]) < len(alone)
+    ):
+        return None
+    runs = [number for token, run in groupby(alone[0]) for number in (token, len(list(run)))]
+    return {"family": "fixed", "parameters": {"tokens": len(alone[0])}, "runs": runs}
+
+
+def _joins(processor: Any, token_id: int, ids: list[int]) -> list[Join]:
+    """Return the joins of line feeds with an image's tokens, and of two images; empty if something else changes."""
+    encode = processor.info.get_tokenizer().encode
+    feeds = [token for text in LINE_FEEDS for token, *more in [encode(text, add_special_tokens=False)] if not more]
+    found: list[Join] = []
+    for left, right in [*[([feed], ids) for feed in feeds], (ids, ids), *[(ids, [feed]) for feed in feeds]]:
+        prompt = [token_id if piece is ids else piece[0] for piece in (left, right)]
+        made = _tried(processor, prompt, [SIDES] * prompt.count(token_id))
+        if made is None or made == [*left, *right]:
+            continue
+        if made[: len(left) - 1] != left[:-1] or made[len(left) :] != right[1:]:
+            return []
+        found.append((left[-1], right[0], made[len(left) - 1]))
+    return list(dict.fromkeys(found))
+
+
+def _is_placed_so(
+    processor: Any, config: Any, token_id: int, alone: list[list[int]], joins: Sequence[Join] = ()
+) -> bool:
+    """Return whether images have these tokens also beside others and line feeds, and change none of these.
+
+    joins: the only changes that are expected. False if vLLM refuses such a prompt.
+    """
     encode = processor.info.get_tokenizer().encode
     sizes = SOME_SIDES[: config.get_limit_per_prompt("image")]
-    texts = [encode(text, add_special_tokens=False) for text in AROUND[: len(sizes) + 1]]
-    prompt, expected = list(texts[0]), list(texts[0])
+    around = AROUND_JOINED if joins else AROUND
+    texts = [encode(text, add_special_tokens=False) for text in around[: len(sizes) + 1]]
+    prompt, pieces = list(texts[0]), [list(texts[0])]
     for made, behind in zip(alone, texts[1:], strict=False):
         prompt += [token_id, *behind]
-        expected += [*made, *behind]
-    return _made(processor, prompt, sizes)[1] == expected
+        pieces += [list(made), list(behind)]
+    join(pieces, joins)
+    made = _tried(processor, prompt, sizes)
+    return made == [token for piece in pieces for token in piece]
+
+
+def _tried(processor: Any, prompt: list[int], sizes: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Return the ids of the prompt with images of these sizes; None if vLLM refuses it."""
+    try:
+        return _made(processor, prompt, sizes)[1]
+    except Exception:  # noqa: BLE001  whatever the processor raises, a request would get
+        return None
 
 
 def _formula(info: Any, config: Any) -> tuple[str, dict[str, int]] | None:
@@ -139,6 +202,8 @@ def _counter(info: Any) -> Callable[[int, int], int | None] | None:
     for name in inspect.signature(own).parameters:
         if name == "image_processor":
             more[name] = info.get_image_processor()
+        elif name == "processor":
+            more[name] = info.get_hf_processor()
         elif name == "mm_kwargs":
             more[name] = {}
         elif name not in ("image_width", "image_height"):
