@@ -16,7 +16,7 @@ Returns: {entries that were applied, block hashes in these entries, next, suspec
       suspect: 1 if this call found a sign that the engine hashes otherwise, so that a probe is due (apply/progress)
 Cost: O(max_blocks), 0.3-0.45 ms cold at 128; with an entry of apply/reservations up to 2 ms
 Keys that depend on data: events:<worker_id>, command:<worker_id>, probe:<worker_id>, running:<worker_id>, b:<hash>,
-      e:<hash>, s:<slot>, x:<hash>, c:<slot>:<id>, client:<tag>, tokens:<tag>
+      e:<hash>, s:<slot>, x:<hash>, c:<slot>:<id>, client:<tag>, tokens:<tag>, told_images:<worker_id>
 --]]
 local workers_key, load_key, alive_key, cursor_key, batch_key, digest_key, resync_key, retired_key, lease_key,
   counts_key, tick_key, sets_key, tiers_key, stores_key, images_key, servers_key = unpack(KEYS)

@@ -279,7 +279,8 @@ class Metrics:
         )
         self.image_reports = self._counter(
             "image_reports",
-            "Reports of engines about images: `read`, `malformed`, or `other`: the engine has other settings",
+            "Reports of engines about images: `read`, `malformed`, `other` (an engine with other settings), or `wrong` "
+            "(forgotten, as an answer counted other tokens)",
             "result model",
         )
         self.asked = self._counter(

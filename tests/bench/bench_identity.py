@@ -9,6 +9,9 @@ hashes apart. Each figure is the least of three means.
 and its ids joined with the body. Of a new text of 200 bytes and one of 500 tokens; of a chat of 40 kB that comes again;
 and of the next turn of 10,000 tokens with 650 new ones.
 ``stall_ms_3mb``: the longest wall time that the event loop waits while a thread identifies a prompt of 3 MB.
+``image_2mb``: CPU ms of the identifier and the tokens of an image of 2 MB (``ms``), and of base64 by the standard
+library with blake3 (``plain_ms``); ``over_plain``: their ratio, at most 0.25; ``parse_ms``: of the body;
+``stall_ms``: the longest wall time that the event loop waits while the prompt with the image is identified.
 ``--plot FILE.svg``: the growth over a conversation of 60 turns. ``--tokenizer DIR``: tokenizer.json with its
 tokenizer_config.json; without it the small one of the demo, in a Qwen3-like template.
 """
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import gc
+import io
 import itertools
 import json
 import random
@@ -30,13 +35,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+from PIL import Image
 from tests.bench.identity_plain import Plain
+from tests.support.requests.image_rules import fact
 
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.prompt import request as prompt
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.prompt.chat_template import ChatTemplate
+from warmfleet.prompt.images import ImageRules
 from warmfleet.prompt.json_splice import spliced
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
@@ -45,7 +54,7 @@ from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet_loadtest.measuring.plots import line_figure, save_figure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 TURN_TOKENS, NEW_TOKENS, ROUNDS, REPEATS = 500, 650, 3, 12
 CHATML = Path(__file__).with_name("identity_template.jinja").read_text()
@@ -53,6 +62,9 @@ WORDS = (Path(__file__).with_name("words.txt")).read_text().split()
 OTHER = json.dumps(
     {"model": "m", "messages": [{"role": "user", "content": "something else"}], "max_tokens": 16}
 ).encode()
+
+
+IMAGE_TOKEN = "\0"  # a token of every tokenizer with bytes
 
 
 class Talk:
@@ -83,7 +95,8 @@ class Ours:
         self.encoder = Encoder.load(tokenizer)
         self.hasher = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
         compiled, cuts = ChatTemplate(template, trusted=True), self.encoder.cuts(template)
-        self._new = partial(Identity, self.encoder, compiled, {}, executor, cuts=cuts)
+        facts = {"multimodal": True, "placeholders": {"image": IMAGE_TOKEN}}
+        self._new = partial(Identity, self.encoder, compiled, facts, executor, cuts=cuts)
 
     def new(self) -> Identity:
         """Return an identity of the same model with empty caches."""
@@ -204,17 +217,35 @@ async def steps(ours: Ours, per_token: float, rounds: int = 40) -> dict[str, dic
     return out
 
 
-async def stall_ms(ours: Ours) -> float:
-    """Return the longest stop of the event loop while a new prompt of 3 MB is identified."""
-    identity, worst = ours.new(), 0.0
-    request = prompt.parse("completions", json.dumps({"prompt": " ".join(WORDS * 5_500)[:3_000_000]}).encode())
-    running = asyncio.ensure_future(identity.prompts(request, (ours.hasher,), None, 2_000))
+async def stall_ms(identifying: Coroutine[Any, Any, Any]) -> float:
+    """Return the longest stop of the event loop while a prompt is identified."""
+    running, worst = asyncio.ensure_future(identifying), 0.0
     before = time.perf_counter()
     while not running.done():
         await asyncio.sleep(0.001)
         worst, before = max(worst, time.perf_counter() - before), time.perf_counter()
     await running
     return worst * 1e3
+
+
+async def image_costs(ours: Ours) -> dict[str, float]:
+    """Return what an image of 2 MB costs, whose pixels are random, so that its PNG is as long."""
+    out = io.BytesIO()
+    Image.frombytes("RGB", (816, 817), random.Random(1).randbytes(816 * 817 * 3)).save(out, "PNG")
+    data = base64.b64encode(out.getvalue()).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    [token_id] = ours.encoder.plain(IMAGE_TOKEN)
+    rules = ImageRules.of(fact("m", token=IMAGE_TOKEN, token_id=token_id))
+    assert rules is not None
+    plain = min(us(lambda: blake3(base64.b64decode(data, validate=True)).hexdigest(), 1) for _ in range(REPEATS))
+    own = min(us(lambda: rules.item(part), 1) for _ in range(REPEATS))
+    content = [{"type": "text", "text": "What is this?"}, part]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    parse = min(us(lambda: prompt.parse("chat", body), 1) for _ in range(REPEATS))
+    identity, request = ours.new(), prompt.parse("chat", body)
+    stalls = [await stall_ms(identity.with_images(request, rules, (ours.hasher,), None)) for _ in range(REPEATS)]
+    figures = {"ms": own / 1e3, "plain_ms": plain / 1e3, "over_plain": own / plain, "parse_ms": parse / 1e3}
+    return {name: round(value, 3) for name, value in (figures | {"stall_ms": statistics.median(stalls)}).items()}
 
 
 async def growth(ours: Ours, plain: Plain, per_token: float, turns: int = 60) -> dict[str, list[float]]:
@@ -253,7 +284,9 @@ async def main() -> None:
         per_token = len(sample) / len(ours.encoder.plain(sample))
         result = await table(ours, plain, per_token)
         result["steps"] = await steps(ours, per_token)
-        result["stall_ms_3mb"] = round(await stall_ms(ours), 1)
+        long = prompt.parse("completions", json.dumps({"prompt": " ".join(WORDS * 5_500)[:3_000_000]}).encode())
+        result["stall_ms_3mb"] = round(await stall_ms(ours.new().prompts(long, (ours.hasher,), None, 2_000)), 1)
+        result["image_2mb"] = await image_costs(ours)
         if options.plot:
             lines = await growth(ours, plain, per_token)
             across = lines["tokens"]

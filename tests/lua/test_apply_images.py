@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from warmfleet.fleet import Fleet
 
 MOST, KEPT_S = 4_096, 86_400
+MOST_NEW, AGAIN_S = 1_024, 300
 WRONG = [
     *(
         "",
@@ -145,6 +146,29 @@ async def test_the_oldest_reports_go_when_there_are_too_many(
     assert len(left) == MOST
     assert left[0] == b"[1]"
     assert left[-1] == kept(1)
+
+
+async def test_a_worker_that_floods_pushes_out_no_image_that_others_still_tell(
+    store: aioredis.Redis, reporter: ReportingWorker, fleet: Fleet
+) -> None:
+    now_us = (await store.time())[0] * 1_000_000
+    told = f"{fleet.keys.prefix}told_images:{reporter.worker_id}"
+    await store.zadd(fleet.keys.images, {f"[{number}]": now_us + number for number in range(MOST)})
+    for number in range(MOST_NEW):
+        await reporter.send("image", report(number))
+    await reporter.applied()
+    assert 0 < await store.ttl(told) <= AGAIN_S
+    for number in (MOST_NEW, 0):
+        await reporter.send("image", report(number))
+    await reporter.applied()
+    assert (await fleet.index.counts())["image_flood"] == 1
+    left = await store.zrange(fleet.keys.images, 0, -1)
+    assert left[: MOST - MOST_NEW] == [b"[%d]" % number for number in range(MOST_NEW, MOST)]
+    assert left[-1] == kept(0), "what is known already may be told again"
+    await store.delete(told)
+    await reporter.send("image", report(MOST_NEW))
+    await reporter.applied()
+    assert await store.zscore(fleet.keys.images, kept(MOST_NEW)) is not None
 
 
 async def test_a_report_ends_a_day_after_it_was_told(

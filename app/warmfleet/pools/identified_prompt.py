@@ -46,7 +46,7 @@ class IdentifiedPrompt:
     ``prompts`` holds the token ids of every prompt if the kind is ``exact``; ``identity_key`` names the tokenizer and
     template that made them. ``unable_workers`` cannot serve the request at all. ``image_tokens``: tokens of images
     in an exact prompt; with any, no engine takes the prompt as token ids. ``named_images``: a client named one by an id
-    of its own.
+    of its own. ``learned_images``: identifiers of those that are known from reports.
     """
 
     chains: tuple[Chain, ...]
@@ -60,6 +60,7 @@ class IdentifiedPrompt:
     unable_workers: tuple[str, ...] = ()
     image_tokens: int = 0
     named_images: bool = False
+    learned_images: frozenset[str] = frozenset()
 
     @property
     def beginning(self) -> bytes:
@@ -78,6 +79,7 @@ class _Found(NamedTuple):
     identity_key: str = ""
     image_tokens: int = 0
     named_images: bool = False
+    learned_images: frozenset[str] = frozenset()
 
 
 async def identify_here(request: Request, pool: Pool, *, probing: bool = False) -> IdentifiedPrompt:
@@ -125,12 +127,23 @@ def as_of(prompt: IdentifiedPrompt, request: Request, view: View) -> IdentifiedP
 
 
 def _identified(found: _Found, request: Request, view: View) -> IdentifiedPrompt:
-    chains, prompt_tokens, kind, reason, prompts, identity_key, image_tokens, named = found
+    chains, prompt_tokens, kind, reason, prompts, identity_key, image_tokens, named, learned = found
     count = len(request.prompts) or 1
     decode_tokens = requests.decode_tokens(request, prompt_tokens)
     barred = _barred(request, view, prompts, count, prompt_tokens)
     return IdentifiedPrompt(
-        chains, prompt_tokens, decode_tokens, kind, reason, count, prompts, identity_key, barred, image_tokens, named
+        chains,
+        prompt_tokens,
+        decode_tokens,
+        kind,
+        reason,
+        count,
+        prompts,
+        identity_key,
+        barred,
+        image_tokens,
+        named,
+        learned,
     )
 
 
@@ -199,7 +212,7 @@ async def _with_media(request: Request, pool: Pool, view: View, reason: str, *, 
         return await _in_part(request, view, why.reason)
     except Exception as error:  # noqa: BLE001  a bug must not fail the request
         return _unknown(request, error)
-    images = prompt.image_tokens, prompt.named_images
+    images = prompt.image_tokens, prompt.named_images, prompt.learned_images
     return _Found(prompt.chains, prompt.tokens, "exact", "", (), identity.key, *images)
 
 

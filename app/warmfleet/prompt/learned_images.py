@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from warmfleet.protocol.image_tokens import MAX_ID, MAX_IMAGE_BYTES, MAX_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Runs = tuple[int, ...]
 Taken = Literal["read", "malformed", "other"]
@@ -74,6 +74,11 @@ class LearnedImages:
             self._images[identifier] = _Learned(array("I", runs), told_at + KEPT_S)
             self._forget()
         return "read"
+
+    def forget(self, identifiers: Iterable[str]) -> int:
+        """Forget images whose tokens an answer showed to be others, until they are told again; return their number."""
+        with self._lock:
+            return sum(self._images.pop(identifier, None) is not None for identifier in identifiers)
 
     def _forget(self) -> None:
         oldest = next(iter(self._images))

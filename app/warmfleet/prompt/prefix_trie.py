@@ -199,7 +199,8 @@ class Prompt:
 
     known_tokens: the number of ids taken from earlier prompts. nodes: the trie's nodes that have the first parts, in
     order (the last may be an Ending). shared: the last node that an earlier prompt had, too, or None. image_tokens: the
-    number of ids that stand for images. named_images: a client named an image by an id of its own.
+    number of ids that stand for images. named_images: a client named an image by an id of its own. learned_images:
+    identifiers of the images that are known from reports.
     """
 
     parts: Sequence[array[int]]
@@ -210,6 +211,7 @@ class Prompt:
     shared: Node | None = None
     image_tokens: int = 0
     named_images: bool = False
+    learned_images: frozenset[str] = frozenset()
 
     @property
     def ids(self) -> list[int]:

@@ -207,6 +207,9 @@ class Identity:
             if reason:
                 raise KnownInPart(reason, prompt, prompt.tokens + len(base.encode(rest)) + behind)
             prompt.image_tokens = sum(item.tokens for item in items)
+            prompt.learned_images = frozenset(
+                item.identifier for item in items if item.runs and item.runs != rules.runs
+            )
             prompt.named_images = any(part.get("uuid") is not None for part in parts)
             return prompt
 

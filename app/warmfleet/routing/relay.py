@@ -120,6 +120,9 @@ class Relay:
         if prompt.image_tokens and (reported := tail.image_tokens()) is not None:
             result = pool.image_counts.compare(prompt.image_tokens, reported, named=prompt.named_images)
             self._metrics.image_counts.labels(result, pool.tag).inc()
+            if result != "as_predicted" and prompt.learned_images:
+                forgotten = pool.learned.forget(prompt.learned_images)
+                self._metrics.image_reports.labels("wrong", pool.tag).inc(forgotten)
 
     def _start(self, job: Job, attempt: Attempt, decision: Decision, body: bytes) -> EngineResponse:
         """Send the request with this body."""
