@@ -274,7 +274,7 @@ class Metrics:
         )
         self.image_counts = self._counter(
             "image_counts",
-            "Answers whose usage reports the tokens of their images: `as_predicted`, `more`, `fewer` (identity.md)",
+            "Answers that report their images' tokens: `as_predicted`, `more`, `fewer`, `other` (identity.md)",
             "result model",
         )
         self.image_reports = self._counter(
@@ -392,7 +392,7 @@ class Metrics:
         )
         self.outvoted_workers = self._gauge(
             "outvoted_workers",
-            "Workers unlike most of their model, in `identity` or `scheme`, or with a fifth scheme (`unhashed`)",
+            "Workers unlike most of their model in `identity`, `scheme` or `images`; `unhashed`: with a fifth scheme",
             "what",
         )
 

@@ -34,7 +34,11 @@ WEIGHTS: dict[str, tuple[str, ...]] = {"qwen2_vl": ()} | dict.fromkeys(
 )
 READ = re.compile(r'warmfleet_image_reports_total\{[^}]*result="read"[^}]*\} (\S+)')
 #: Settings of a server, which are in the hash of each image. Chats may set others, for all of their own images.
-SETTINGS = ("--media-io-kwargs", '{"image": {"rgba_background_color": [0, 9, 255]}}', "--trust-request-mm-kwargs")
+SETTINGS: tuple[str, ...] = (
+    "--media-io-kwargs",
+    '{"image": {"rgba_background_color": [0, 9, 255]}}',
+    "--trust-request-mm-kwargs",
+)
 SETTINGS += ("--mm-processor-kwargs", '{"min_pixels": 12544, "max_pixels": 31360}')
 OWN = {"mm_processor_kwargs": {"max_pixels": 25_088}}
 SEES = ("--limit-mm-per-prompt", '{"image":64,"video":0}', "--skip-mm-profiling")

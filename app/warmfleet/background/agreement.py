@@ -1,5 +1,5 @@
-"""Finds workers of one model with different tokenizer identities or hash schemes, which hash one prompt differently,
-and workers that do not serve the model of their pool.
+"""Finds workers of one model with different tokenizer identities, hash schemes or rules for images, which hash one
+prompt differently, and workers that do not serve the model of their pool.
 
 Each change is logged once, and a gauge shows how many workers differ from the largest group.
 """
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("warmfleet.background.agreement")
 
-Matter = Literal["identity", "scheme"]
+Matter = Literal["identity", "scheme", "images"]
 NAMED = 8  # most workers of a group that a log line names
 CONSEQUENCE = {
     "identity": "prompts are identified as the first group does; cached blocks of the others are not found",
     "scheme": "every prompt is hashed in each of these ways, if there are at most 4 of them",
+    "images": "prompts with images are identified as the first group does; at the others they match in part",
 }
 
 
 class Agreement:
-    """Logs a model's groups of workers with equal identity (tokenizer, template) or hash scheme, when they change."""
+    """Logs a model's groups of workers with equal identity (tokenizer, template), scheme or images if they change."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -156,6 +156,7 @@ class ViewReader:
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         keys = {worker.worker_id: key for worker, key in keyed}
         view = view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
+        self._agreement.look(pool.tag, "images", view.image_groups)
         view = view.remembering(pool.view)
         if not awaited:
             self._derived[pool.tag] = standing, view

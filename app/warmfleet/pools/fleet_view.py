@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -37,6 +38,8 @@ class View:
     of the streams of the workers and their API servers. unreported: workers behind a bridge that reports no finished
     prefill. token_s: seconds of prefill of a token at a worker of median speed. read_at: monotonic seconds.
     images: how most workers that announce it hash images. images_wrong: an image proved it wrong at some worker.
+    image_groups: digest of the announced rules -> their workers; the rules in use first. other_images: the workers
+    with other rules than those in use.
     By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
     limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
     (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
@@ -64,6 +67,8 @@ class View:
     labels: Mapping[str, frozenset[str]] = field(default_factory=dict)
     images: ImageRules | None = None
     images_wrong: bool = False
+    image_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    other_images: frozenset[str] = frozenset()
 
     @property
     def step_s(self) -> float:
@@ -146,7 +151,7 @@ def view_of(
     speeds = {worker.worker_id: worker.load.speed_tps for worker in workers}
     known = sorted(speed_tps for speed_tps in speeds.values() if speed_tps > 0)
     plugged = [worker for worker in workers if not worker.approximate]
-    images, images_wrong = _images(workers)
+    images, images_wrong, groups = _images(workers)
     cores = Counter(str(worker.record.get("server_id", "")) for worker in workers if worker.server)
     return View(
         workers=tuple(workers),
@@ -175,19 +180,29 @@ def view_of(
         limits=limits if len(set(limits.values())) > 1 else {},
         images=images,
         images_wrong=images_wrong,
+        image_groups=groups,
+        other_images=frozenset(name for others in list(groups.values())[1:] for name in others),
     )
 
 
-def _images(workers: Sequence[WorkerView]) -> tuple[ImageRules | None, bool]:
-    """Return the rules that most workers announce, and whether a probe with an image failed at one of these."""
-    told = [(dumps(fact), worker) for worker in workers if (fact := _facts(worker).get("images"))]
-    rules = {text: ImageRules.of(json.loads(text)) for text in {text for text, _ in told}}
-    known = [text for text, _ in told if rules[text] is not None]
-    if not known:
-        return None, False
-    most = max(sorted(set(known)), key=known.count)
-    wrong = any(worker.record.get("cause") == "image" for text, worker in told if text == most)
-    return rules[most], wrong
+def _images(workers: Sequence[WorkerView]) -> tuple[ImageRules | None, bool, dict[str, tuple[str, ...]]]:
+    """Return the rules that most workers announce, whether a probe with an image failed at one of these, and the
+    workers by the digest of their rules, those of the returned rules first.
+    """
+    told: dict[str, list[WorkerView]] = {}
+    for worker in workers:
+        if fact := _facts(worker).get("images"):
+            told.setdefault(dumps(fact), []).append(worker)
+    rules = {text: known for text in sorted(told) if (known := ImageRules.of(json.loads(text))) is not None}
+    if not rules:
+        return None, False, {}
+    most = max(rules, key=lambda text: len(told[text]))
+    wrong = any(worker.record.get("cause") == "image" for worker in told[most])
+    groups = {
+        hashlib.sha256(text.encode()).hexdigest()[:12]: tuple(worker.worker_id for worker in told[text])
+        for text in (most, *sorted(told.keys() - {most}))
+    }
+    return rules[most], wrong, groups
 
 
 def _has_several_cores(server: Mapping[str, Any], known: int) -> bool:

@@ -118,9 +118,12 @@ class Relay:
             if held is not None:
                 attempt.shortfall = Shortfall(held, time.perf_counter() - job.call.received_at)
         if prompt.image_tokens and (reported := tail.image_tokens()) is not None:
-            result = pool.image_counts.compare(prompt.image_tokens, reported, named=prompt.named_images)
+            if decision.worker_id in pool.view.other_images:
+                result = "other"  # that engine's settings give an image other tokens
+            else:
+                result = pool.image_counts.compare(prompt.image_tokens, reported, named=prompt.named_images)
             self._metrics.image_counts.labels(result, pool.tag).inc()
-            if result != "as_predicted" and prompt.learned_images:
+            if result in ("more", "fewer") and prompt.learned_images:
                 forgotten = pool.learned.forget(prompt.learned_images)
                 self._metrics.image_reports.labels("wrong", pool.tag).inc(forgotten)
 

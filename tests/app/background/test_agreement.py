@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.support.fleet.constants_alone import ConstantsAlone
+from tests.support.requests.image_rules import fact
 
 from warmfleet.background.view_reader import ViewReader
 from warmfleet.fleet import Flag, LoadRow, WorkerState, WorkerView
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from warmfleet.pools.identities import Identities
 
 
-def worker(name: str, tokenizer: str, block_tokens: int = 16) -> WorkerView:
+def worker(name: str, tokenizer: str, block_tokens: int = 16, images: dict[str, Any] | None = None) -> WorkerView:
     scheme = Scheme("sha256_cbor", default_none_hash("sha256_cbor"), block_tokens)
     record = {"server_id": name, "scheme": scheme.as_dict()}
-    server = {"artifacts": {"tokenizer.json": {"sha256": tokenizer}}, "facts": {}}
+    server = {"artifacts": {"tokenizer.json": {"sha256": tokenizer}}, "facts": {"images": images}}
     load = LoadRow(flags=Flag.SERVER, scheme=scheme.scheme_id)
     return WorkerView(f"{name}.0", record, server, load, 1.0, WorkerState.PROVEN, "proven", f"http://{name}", ["m"])
 
@@ -41,12 +42,18 @@ class Fixed(ConstantsAlone):
         super().__init__()
         self.now: list[WorkerView] = []
         self.records = Records("m")
-        self.workers = self
+        self.workers = self.images = self
 
     def reading(self) -> asyncio.Future[list[WorkerView]]:
         future: asyncio.Future[list[WorkerView]] = asyncio.get_running_loop().create_future()
         future.set_result(self.now)
         return future
+
+    def begin_anew(self) -> None:
+        """Forget which reports of images were read."""
+
+    async def news(self) -> dict[bytes, float]:
+        return {}
 
     async def look(self, reading: list[WorkerView]) -> list[WorkerView]:
         return reading
@@ -76,6 +83,7 @@ async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixtu
         return value
 
     same = [worker("a", "aaaaaaaa"), worker("b", "aaaaaaaa")]
+    seeing = [worker(name, "aaaaaaaa", images=fact("m")) for name in ("a", "b")]
     assert await read(*same) == []
     assert (outvoted("identity"), outvoted("scheme")) == (0, 0)
     (line,) = await read(worker("0", "bbbbbbbb"), *same)
@@ -87,6 +95,10 @@ async def test_workers_that_differ_are_named_once(caplog: pytest.LogCaptureFixtu
     assert "scheme" in line
     assert "32" in line
     assert (outvoted("identity"), outvoted("scheme")) == (0, 1)
+    (line,) = await read(worker("0", "aaaaaaaa", images=fact("m", made="0" * 16)), *seeing)
+    assert all(name in line for name in ("images", "a.0, b.0", "0.0"))
+    assert (outvoted("identity"), outvoted("images")) == (0, 1)
+    assert pools.all[0].view.other_images == {"0.0"}
     many = [worker(str(size), "aaaaaaaa", size) for size in (32, 48, 64, 80, 96)]
     (_, line) = await read(*same, *many)
     assert "80.0, 96.0 are not found" in line

@@ -15,6 +15,7 @@ from tests.support.replicas.replica import replica
 from tests.support.requests.image_rules import MADE, fact
 
 from warmfleet.engines.reported_usage import AnswerTail, ResponsesTail
+from warmfleet.pools import fleet_view
 from warmfleet.pools.fleet_view import View
 from warmfleet.pools.identified_prompt import IdentifiedPrompt, same_in
 from warmfleet.pools.image_counts import DOUBT_S, WRONG_IN_A_ROW, ImageCounts
@@ -24,7 +25,11 @@ from warmfleet_loadtest.simulator import answers
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pytest
+
+    from warmfleet.fleet import WorkerView
 
 
 def test_only_wrong_numbers_in_a_row_raise_a_doubt_and_it_ends() -> None:
@@ -73,6 +78,37 @@ def test_each_pool_looks_for_the_images_that_it_knows() -> None:
         assert same_in(prompt, request, view, View()) is None
 
 
+async def test_an_engine_with_other_settings_raises_no_doubt(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers count other tokens; the rule is right for the engines that most of the pool's agree with."""
+    token_id: Any = simulated_identity().tokenizer.token_to_id("\u0100")  # byte-level BPE writes a zero byte so
+    rule = fact("m", token="\0", token_id=token_id)
+    found, usage, tokens = fleet_view._images, answers.usage, {"image": 16}
+
+    def of_another_group(workers: Sequence[WorkerView]) -> Any:
+        rules, *_ = found(workers)
+        return rules, False, {"most": (), "others": tuple(worker.worker_id for worker in workers)}
+
+    def with_images(*args: Any) -> dict[str, Any]:
+        return usage(*args) | {"prompt_tokens_details": {"multimodal_tokens": tokens, "cached_tokens": 0}}
+
+    monkeypatch.setattr(fleet_view, "_images", of_another_group)
+    monkeypatch.setattr(answers, "usage", with_images)
+    announced = {"multimodal": True, "placeholders": {"image": "\0"}, "images": rule}
+    async with simulated(valkey_url, model, facts=announced) as engine, replica(valkey_url, model) as router:
+        engine.see(token_id, 16)
+        await router.proven()
+        tokens["image"] = 17
+        body = {"model": model, "messages": [{"role": "user", "content": [part(RGB)]}], "max_tokens": 1}
+        for _ in range(WRONG_IN_A_ROW):
+            status, _, answer = await router.post(body, "/v1/chat/completions")
+            assert status == 200, answer
+        explained = json.loads((await router.post(body, "/explain"))[2])
+        assert (explained["identity"], explained["reason"]) == ("exact", "")
+        assert await router.metric('warmfleet_image_counts_total{result="other"}') == WRONG_IN_A_ROW
+
+
 async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answers_count_otherwise(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +148,12 @@ async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answer
         async def exact() -> bool:
             return await known() == ("exact", "")
 
+        async def forgotten() -> bool:
+            return await known() == ("prefix", "image_new")
+
+        async def doubted() -> bool:
+            return await known() == ("prefix", "image_wrong")
+
         await poll(exact, 10, "the image is known")
         for _ in range(WRONG_IN_A_ROW - 1):
             status, _, answer = await router.post(body, "/v1/chat/completions")
@@ -120,11 +162,11 @@ async def test_an_image_is_known_once_reported_and_its_rule_is_doubted_if_answer
         counted[0] = 641
         for number in range(WRONG_IN_A_ROW):
             if number:
-                assert await known() == ("prefix", "image_new"), "a report that was wrong is forgotten"
+                await poll(forgotten, 10, "a report that was wrong is forgotten")
                 await router.fleet.redis.zadd(router.fleet.keys.images, {ours: now_us + 1 + number})
                 await poll(exact, 10, "the image is known again, because it is told again")
             status, _, answer = await router.post(body, "/v1/chat/completions")
             assert status == 200, answer
-        assert await known() == ("prefix", "image_wrong")
+        await poll(doubted, 10, "the rule is doubted")
         assert await router.metric('warmfleet_image_reports_total{result="wrong"}') == WRONG_IN_A_ROW
         assert await router.metric('warmfleet_image_counts_total{result="more"}') == WRONG_IN_A_ROW

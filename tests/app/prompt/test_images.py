@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import time
+from array import array
 from typing import Any
 
 import pytest
 from PIL import Image
 from tests.support.requests.image_rules import fact
 
-from warmfleet.prompt.images import ImageRules, Item
+from warmfleet.prompt.images import ImageRules, Images, Item
 from warmfleet.prompt.messages import NotReproducible
 
 RGB = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
@@ -30,6 +31,10 @@ GOLDEN = [
         "109559ba6048a0ad88bc90d9ad76b8bbd0c8c2e70bfc18c362b4b21050e723a8",
     ),
 ]
+
+#: Each image has line feeds (2) around it; 1 and 2 become 3, 2 and 2 become 4.
+GEMMA: dict[str, Any] = {"token_id": 5, "parameters": {"tokens": 7}, "runs": [2, 1, 5, 1, 6, 3, 7, 1, 2, 1]}
+JOINS = [[1, 2, 3], [2, 2, 4]]
 
 
 def rules(model_id: str = "m", **more: Any) -> ImageRules:
@@ -126,11 +131,42 @@ def test_the_tokens_of_a_family_follow_from_width_and_height(
         {"frames": {"rgb": ["zz", ""], "clear": ["", ""], "other": ["", ""]}},
         {"frames": {kind: ["00" * 20_000, ""] for kind in ("rgb", "clear", "other")}},
         {"frames": 3},
+        GEMMA | {"runs": [2, 1, 5, 1]},
+        GEMMA | {"runs": ["2", 1, 5, 6]},
+        GEMMA | {"token_id": 9},
+        GEMMA | {"token_id": 2, "joins": JOINS},
+        GEMMA | {"joins": [[1, 2]]},
+        GEMMA | {"joins": [[1, 2, 2**32]]},
+        {"joins": JOINS},
     ],
 )
 def test_rules_that_are_not_understood_are_none(wrong: dict[str, Any]) -> None:
     assert ImageRules.of(fact("m") | wrong) is None
     assert ImageRules.of(None) is None
+
+
+def test_line_feeds_around_an_image_join_those_beside_it() -> None:
+    """Also those of two images side by side, which share a token then."""
+    given = rules(**GEMMA, joins=JOINS)
+    first, second = given.item(part(RGB)), given.item(part(RGBA))
+    texts: dict[str, list[int]] = {"a": [9, 1, 5, 5, 8, 5, 2, 9]}
+    images = Images(given, [first, second, first], lambda _: array("I", texts["a"]))
+    text, rest = images.marked("a\n<img><img>b<img>c", 3)
+    ids = images.ids(text)
+    own = [5, 6, 6, 6, 7]
+    assert ids.tolist() == [9, 3, *own, 4, *own, 2, 8, 2, *own, 4, 9]
+    assert rest == ""
+    places = [(1, 7, first.identifier), (7, 7, second.identifier), (15, 7, first.identifier)]
+    assert images.places([ids]) == places
+    assert images.places([ids[:15], ids[15:]]) == places
+    with pytest.raises(NotReproducible, match="image_place"):
+        images.places([ids[:3] + array("I", [8]) + ids[4:]])
+
+
+def test_an_image_with_a_clients_id_alone_has_the_tokens_that_all_have() -> None:
+    """In a report, they may be joined with those beside."""
+    item = rules(**GEMMA, joins=JOINS).item({"type": "image_url", "uuid": "x"}, None, lambda _: (3, 1, 5, 1, 6, 3))
+    assert item == Item("x", 7, tuple(GEMMA["runs"]))
 
 
 def test_a_lie_about_the_size_costs_no_memory() -> None:

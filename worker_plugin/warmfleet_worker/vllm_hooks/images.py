@@ -115,8 +115,7 @@ def _rule(processor: Any, config: Any, token_id: int, ids: list[int]) -> tuple[d
     if not all((place.offset, place.length) == (0, len(made)) for (place,), made in alone):
         return None
     if _is_placed_so(processor, config, token_id, ids_alone):
-        told = _same(processor.info, ids_alone) or {"family": LEARNED, "parameters": {}}
-        return told, ids_alone
+        return _same(processor.info, ids_alone) or {"family": LEARNED, "parameters": {}}, ids_alone
     told, joins = _same(processor.info, ids_alone), _joins(processor, token_id, ids)
     if not told or not joins or token_id in (ids[0], ids[-1]):
         return None
@@ -170,8 +169,7 @@ def _is_placed_so(
         prompt += [token_id, *behind]
         pieces += [list(made), list(behind)]
     join(pieces, joins)
-    made = _tried(processor, prompt, sizes)
-    return made == [token for piece in pieces for token in piece]
+    return _tried(processor, prompt, sizes) == [token for piece in pieces for token in piece]
 
 
 def _tried(processor: Any, prompt: list[int], sizes: Sequence[tuple[int, int]]) -> list[int] | None:
