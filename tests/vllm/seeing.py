@@ -17,6 +17,8 @@ KINDS = ("llava", "qwen2_vl")
 JOINED_KIND = "gemma3"
 #: Models that put other tokens among those of an image, so that routers learn them from reports.
 LEARNED_KINDS = ("pixtral", "idefics3")
+#: Such a model whose processor alone is tried.
+UNSERVED_KIND = "internvl"
 #: What vLLM imports for models that see, with what these need: torchvision for Qwen2-VL, mistral-common for LLaVA.
 VISION: tuple[str, ...] = (
     "torchvision==0.28.0",

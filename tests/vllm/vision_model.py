@@ -1,6 +1,6 @@
 """Write a small random model that sees images, with a real processor, so that real vLLM serves it on a CPU.
 
-    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3|gemma3
+    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3|gemma3|internvl
 
 It runs in ``.venv-vllm`` and needs torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache
 are real. Pixtral ends the rows of an image with other tokens; Idefics3 cuts an image into tiles, with a text between;
@@ -23,10 +23,16 @@ MARKS_OF = {
     "pixtral": ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     "gemma3": ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    "internvl": ("<img>", "</img>", "<IMG_CONTEXT>"),
 }
 LINE_FEEDS = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")  # tokens of Gemma3
 TOKEN = {"qwen2_vl": "<|image_pad|>", "llava": "<image>", "pixtral": "[IMG]", "idefics3": "<image>"}
-TOKEN |= {"gemma3": "<start_of_image>"}
+TOKEN |= {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>"}
+#: What processors of these models call their tokens.
+NAMES_OF = {
+    "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    "internvl": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+}
 PLACE = TOKEN | {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -53,9 +59,6 @@ def tokenizer(kind: str) -> Any:
     trained = train_tokenizer(VOCABULARY - len(marks) - len(line_feeds))
     trained.add_special_tokens(list(marks))
     trained.add_tokens([AddedToken(line_feed, normalized=False) for line_feed in line_feeds])
-    named = {"image_token": TOKEN[kind]}
-    if kind == "gemma3":
-        named = {"boi_token": TOKEN[kind], "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
     fast: Any = PreTrainedTokenizerFast
     return fast(
         tokenizer_object=trained,
@@ -64,7 +67,7 @@ def tokenizer(kind: str) -> Any:
         model_max_length=32_768,
         clean_up_tokenization_spaces=False,
         chat_template=TEMPLATE.replace("PLACE", PLACE[kind]),
-        extra_special_tokens=named
+        extra_special_tokens=NAMES_OF.get(kind, {"image_token": TOKEN[kind]})
         | {
             "video_token": "<|video_pad|>",
             "vision_bos_token": "<|vision_start|>",
@@ -164,7 +167,27 @@ def gemma3(words: Any) -> tuple[Any, Any]:
     return hf.Gemma3ForConditionalGeneration(config), processor
 
 
+def internvl(words: Any) -> tuple[Any, Any]:
+    import transformers
+
+    hf: Any = transformers
+    seen = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.InternVLConfig(
+        vision_config=hf.InternVLVisionConfig(**seen, image_size=[56, 56], patch_size=[14, 14]),
+        text_config=hf.Qwen2Config(**TEXT),
+        image_token_id=words.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+    size = {"height": 56, "width": 56}
+    eye = hf.GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=6)
+    moving = hf.InternVLVideoProcessor(size=size)
+    processor = hf.InternVLProcessor(eye, words, moving, image_seq_length=4, chat_template=words.chat_template)
+    return hf.InternVLForConditionalGeneration(config), processor
+
+
 MAKERS = {"llava": llava, "qwen2_vl": qwen2_vl, "pixtral": pixtral, "idefics3": idefics3, "gemma3": gemma3}
+MAKERS |= {"internvl": internvl}
 
 
 def main() -> None:

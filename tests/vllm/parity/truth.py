@@ -100,7 +100,7 @@ async def compare(
 
     learned: gets what an engine reports of each request's images, behind the request.
     """
-    counts, seen, images = Counts(), SeenImages(), learned or LearnedImages()
+    counts, seen, images = Counts(), SeenImages(), LearnedImages() if learned is None else learned
     hashers = tuple(Hasher(truth.scheme(*scheme)) for scheme in schemes)
     for ask, answer in zip(random_requests, truth.answers(identity.key, random_requests, schemes), strict=True):
         if "refused" in answer:
