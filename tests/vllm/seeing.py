@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KINDS = ("llava", "qwen2_vl")
-#: A model all of whose images have the same tokens, which join line feeds beside them. It is not served on a CPU.
+#: A model all of whose images have the same tokens, which join line feeds beside them; it has sliding windows, too.
 JOINED_KIND = "gemma3"
 #: Models that put other tokens among those of an image, so that routers learn them from reports.
 LEARNED_KINDS = ("pixtral", "idefics3")

@@ -12,7 +12,7 @@ from tests.support.redis.servers import server, valkey_binary
 from tests.support.requests.pictures import PICTURES, conversations
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
-from tests.vllm.seeing import KINDS, LEARNED_KINDS, environment, vision_model
+from tests.vllm.seeing import JOINED_KIND, KINDS, LEARNED_KINDS, environment, vision_model
 from tests.vllm.trees import VERSIONS
 
 from warmfleet.fleet import Fleet
@@ -21,7 +21,7 @@ from warmfleet.fleet.client import connect
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
-        minutes=20, shows="1,500 chats with pictures on real vLLM, 50 on each version: predicted = cached"
+        minutes=20, shows="1,800 chats with pictures on real vLLM, 50 on each version: predicted = cached"
     ),
     pytest.mark.timeout(2_400),
 ]
@@ -30,7 +30,7 @@ CHATS = 300
 CHATS_OF_A_VERSION = 50
 #: Transformers 5 writes LLaVA's weights under names that vLLM does not read; random ones do as well.
 WEIGHTS: dict[str, tuple[str, ...]] = {"qwen2_vl": ()} | dict.fromkeys(
-    ("llava", *LEARNED_KINDS), ("--load-format", "dummy")
+    ("llava", *LEARNED_KINDS, JOINED_KIND), ("--load-format", "dummy")
 )
 READ = re.compile(r'warmfleet_image_reports_total\{[^}]*result="read"[^}]*\} (\S+)')
 #: Settings of a server, which are in the hash of each image. Chats may set others, for all of their own images.
@@ -44,7 +44,7 @@ OWN = {"mm_processor_kwargs": {"max_pixels": 25_088}}
 SEES = ("--limit-mm-per-prompt", '{"image":64,"video":0}', "--skip-mm-profiling")
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *LEARNED_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *LEARNED_KINDS, JOINED_KIND])
 async def test_pictures_are_matched_to_the_token(kind: str) -> None:
     await asked(kind, CHATS, environment())
 

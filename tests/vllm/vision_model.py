@@ -158,7 +158,9 @@ def gemma3(words: Any) -> tuple[Any, Any]:
     names |= {"image_token_index": "<image_soft_token>"}
     config = hf.Gemma3Config(
         vision_config=hf.SiglipVisionConfig(**seen, image_size=56, patch_size=14),
-        text_config=hf.Gemma3TextConfig(**TEXT, head_dim=32, sliding_window=64),
+        text_config=hf.Gemma3TextConfig(
+            **TEXT, head_dim=32, sliding_window=64, layer_types=["sliding_attention", "full_attention"]
+        ),
         mm_tokens_per_image=4,
         **{name: words.convert_tokens_to_ids(token) for name, token in names.items()},
     )
