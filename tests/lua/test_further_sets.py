@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from tests.support.fleet.reporting_worker import ReportingWorker, block, blocks, digest_of, held
 
-from warmfleet.fleet import Flag, Fleet
+from warmfleet.fleet import Flag, Fleet, Question
+from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.protocol.wire import Scheme, default_none_hash
 from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
@@ -91,6 +94,27 @@ async def test_decide_reads_slots_and_prices_in_one_key(reporter: ReportingWorke
     )
     assert main_now != main
     assert await tiers(reporter) == {slot: (main_now, seconds, 1, 1000)}, "as decide finds it by the tier's slot"
+
+
+@pytest.mark.parametrize("loads_last", [1, 0, None, 2, "1"])
+async def test_a_tier_that_loads_the_last_block_of_a_prompt_is_asked_for_it(
+    store: aioredis.Redis, fleet: Fleet, loads_last: object
+) -> None:
+    """From the announcement and a prompt's token ids to the match."""
+    hasher = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
+    reporter, ids = ReportingWorker(store, fleet), list(range(16 * 5))
+    told = {} if loads_last is None else {"loads_last": loads_last}
+    cpu, packed = {"capacity_blocks": 1000, "bytes_per_token": 1_000_000} | told, hasher.chain([*ids, 0]).hashes
+    await reporter.join(sets={"cpu": cpu}, scheme=hasher.scheme.as_dict(), scheme_id=hasher.scheme.scheme_id)
+    await reporter.send("stored", packed)
+    await reporter.send("stored.cpu", packed)
+    await reporter.applied()
+    row, routable = await reporter.row(), Flag.SERVER | Flag.URL | Flag.PROVEN
+    await cast("Any", store.hset(reporter.keys.load, "s.0", replace(row, flags=row.flags | routable).pack("s.0")))
+    question = Question("wf-0aaaaaaaaaaaaaaaaaaaaa", (hasher.chain(ids),), len(ids), len(ids))
+    decision = await fleet.bookings.decide(question)
+    last = 16 if loads_last == 1 else 0
+    assert (decision.matched_tokens, decision.tier_tokens) == (64 + last, last)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "ends"])

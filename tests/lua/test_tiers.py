@@ -6,16 +6,17 @@ import struct
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from tests.support.fleet.keyspace import BLOCK, READY
+from tests.support.fleet.keyspace import BLOCK, READY, SCHEME
 
 from warmfleet.fleet import Flag, new_reservation
+from warmfleet.prompt.block_hashes import Chain
 
 if TYPE_CHECKING:
     from tests.support.fleet.keyspace import Keyspace
 
     from warmfleet.fleet import Candidate
 
-CPU, DISK = 1, 2
+CPU, DISK, LOADS_LAST = 1, 2, 128
 FAST, SLOW = 1e-6, 1e-3  # seconds to load a token; to compute one takes 1e-4
 TIERED = READY | Flag.SETS
 
@@ -28,9 +29,9 @@ async def tier(
     slot: of a tier that another worker reads, too.
     """
     several = slot > 0
-    slot = slot or 1000 * kind + number
+    slot = slot or 1000 * (kind % LOADS_LAST) + number
     await keyspace.hold(slot, hashes, depth)
-    name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind] }"
+    name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind % LOADS_LAST] }"
     store = cast("Any", keyspace.store)
     await store.hset(keyspace.keys.sets, name, struct.pack(">IIdB", slot, number, price, kind))
     users = await store.hget(keyspace.keys.tiers, slot) or b"" if several else b""
@@ -38,7 +39,7 @@ async def tier(
     return slot
 
 
-async def explained(keyspace: Keyspace, hashes: bytes, **fields: Any) -> dict[str, Candidate]:
+async def explained(keyspace: Keyspace, hashes: bytes = b"", **fields: Any) -> dict[str, Candidate]:
     _, rows = await keyspace.fleet.queue.explain(keyspace.ask(hashes, **fields))
     return {row.worker_id: row for row in rows}
 
@@ -292,3 +293,91 @@ async def test_what_a_tier_holds_is_not_being_computed(keyspace: Keyspace) -> No
     [other] = [worker for worker in rows if worker != maker]
     assert rows[maker].tier_tokens == 84 * BLOCK
     assert 0 < rows[other].terms.again_s == pytest.approx(before[other].terms.again_s)
+
+
+def whole(keyspace: Keyspace, hashes: bytes, size: int = BLOCK) -> dict[str, Any]:
+    """Fields of a question whose prompt ends with the last of these blocks."""
+    prompt = len(hashes) // 8 * size
+    chains = (Chain(SCHEME, size, hashes[:-8], hashes[-8:]),)
+    return {"chains": chains, "prompt_tokens": prompt, "decode_tokens": prompt + 100}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "held", "loaded"),
+    [(0, 10, 10, 10), (10, 10, 10, 1), (9, 10, 10, 1), (3, 10, 10, 7), (10, 9, 9, 0), (10, 0, 9, 0), (3, 8, 8, 5)],
+)
+@pytest.mark.parametrize("others", [0, 20])  # tiers of other workers: few are asked for, many are read
+async def test_the_last_block_of_a_prompt_is_loaded_though_the_gpu_holds_it(
+    keyspace: Keyspace, gpu: int, cpu: int, held: int, loaded: int, others: int
+) -> None:
+    await keyspace.workers(1 + others, flags=TIERED)
+    for number in range(2, 2 + others):
+        await tier(keyspace, number, keyspace.chain(3), 3, kind=CPU + LOADS_LAST)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, gpu)
+    await tier(keyspace, 1, hashes, cpu, kind=CPU + LOADS_LAST)
+    row = (await explained(keyspace, **whole(keyspace, hashes)))["w1.0"]
+    assert (row.matched_tokens, row.tier_tokens) == (held * BLOCK, loaded * BLOCK)
+    assert row.tier_s == pytest.approx(loaded * BLOCK * FAST, abs=1e-6)
+    assert row.tier == ("cpu" if loaded else "")
+
+
+async def test_a_tier_of_another_connector_loads_no_last_block(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await tier(keyspace, 1, hashes, 10)
+    assert (await explained(keyspace, **whole(keyspace, hashes)))["w1.0"].matched_tokens == 9 * BLOCK
+
+
+async def test_the_last_block_counts_only_where_all_before_it_is_held(keyspace: Keyspace) -> None:
+    """The tier lacks the beginning, which only one of the GPUs has; a gap in a tier is found as before."""
+    await keyspace.workers(3, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 10)
+    await keyspace.hold(2, hashes, 8)
+    for number in (1, 2):
+        slot = await tier(keyspace, number, hashes, 0, kind=CPU + LOADS_LAST)
+        await keyspace.hold(slot, hashes[-8:])
+    gapped = await tier(keyspace, 3, hashes, 10, kind=CPU + LOADS_LAST)
+    await keyspace.drop(gapped, hashes[8 * 4 : 8 * 5])
+    rows = await explained(keyspace, **whole(keyspace, hashes))
+    assert [rows[f"w{number}.0"].matched_tokens // BLOCK for number in (1, 2)] == [10, 8]
+    fields = whole(keyspace, hashes) | {"only": ("w3.0",)}
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(**fields))
+    assert (decision.matched_tokens, decision.tier_tokens) == (4 * BLOCK, 4 * BLOCK)
+
+
+@pytest.mark.parametrize("tiers", [1, 20])
+async def test_a_prompt_of_one_block_is_loaded_whole(keyspace: Keyspace, tiers: int) -> None:
+    await keyspace.workers(tiers, flags=TIERED)
+    hashes = keyspace.chain(1)
+    for number in range(1, 1 + tiers):
+        await tier(keyspace, number, hashes, 1, kind=CPU + LOADS_LAST)
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(**whole(keyspace, hashes)))
+    assert (decision.matched_tokens, decision.tier_tokens) == (BLOCK, BLOCK)
+
+
+async def test_a_prompt_that_is_held_whole_books_the_token_that_is_computed_again(keyspace: Keyspace) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 10)
+    await tier(keyspace, 1, hashes, 10, 0.0, kind=CPU + LOADS_LAST)
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(**whole(keyspace, hashes)))
+    assert (decision.matched_tokens, decision.prefill_tokens) == (10 * BLOCK, 1)
+    assert (await keyspace.row(1)).prefill_tokens == 1
+    await keyspace.fleet.bookings.settle(decision.reservation, "finished")
+    assert (await keyspace.row(1)).prefill_tokens == 0
+
+
+async def test_chains_of_several_schemes_have_last_blocks_of_their_own(keyspace: Keyspace) -> None:
+    """A prompt of 5 blocks of 16 tokens ends within a block of 32; engines with tiers hold it in both schemes."""
+    await keyspace.workers(2, flags=TIERED)
+    small, large = keyspace.chain(5), keyspace.chain(2)
+    await keyspace.change(2, scheme=SCHEME + 1)
+    await tier(keyspace, 1, small, 5, kind=CPU + LOADS_LAST)
+    await tier(keyspace, 2, large, 2, kind=CPU + LOADS_LAST)
+    for chains in ((0, 1), (1, 0)):
+        both = Chain(SCHEME, 16, small[:-8], small[-8:]), Chain(SCHEME + 1, 32, large)
+        fields = whole(keyspace, small) | {"chains": tuple(both[k] for k in chains)}
+        rows = await explained(keyspace, **fields)
+        assert [rows[f"w{number}.0"].matched_tokens for number in (1, 2)] == [80, 64]

@@ -170,10 +170,9 @@ async def test_the_index_has_what_stock_vllm_loads_from_memory(valkey_url: str) 
                     prompt = prompts[number] if number < len(prompts) else chance.choice(prompts)
                     digests = wire.chain_hashes(scheme_of(32), prompt[: len(prompt) - 1])
                     device, tier = await held_by(router, [digest[-8:] for digest in digests])
-                    _, cached = await predicted(router, {"prompt": prompt})
-                    whole = len(prompt) if tier == len(digests) and len(prompt) % 32 == 0 else -1
-                    # Of a prompt of whole blocks vLLM also loads the last, on which routers do not count.
-                    assert cached in (32 * tier, whole), (number, device, tier, cached)
+                    matched, cached = await predicted(router, {"prompt": prompt})
+                    assert matched == cached, (number, device, tier)
+                    assert matched in (32 * tier, len(prompt))
                     loaded += tier > device
                 await poll(lambda: has_tier(router, "ps_per_byte"), 30, "it is known how long loads take")
     finally:

@@ -111,11 +111,9 @@ class Talk:
         await poll(lambda: asyncio.to_thread(all_counted), 30, f"{cached} tokens are counted by source")
         self.prompts.append(prompt)
         predicted = Counter({"device": matched - loaded, "host": loaded})
-        self.seen.update(requests=1, loaded=loaded > 0, hits=matched > 0, whole=len(prompt) % BLOCK_TOKENS == 0)
+        self.seen.update(requests=1, loaded=loaded > 0, hits=matched > 0, whole=matched == len(prompt))
         if +predicted == counted:
             self.seen["equal"] += 1
-        elif matched == len(prompt) - BLOCK_TOKENS and counted - predicted == {"host": BLOCK_TOKENS}:
-            self.seen["last block"] += 1
         else:
             self.differ.append({"tokens": len(prompt), "predicted": dict(+predicted), "counted": dict(counted)})
 

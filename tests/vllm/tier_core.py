@@ -47,7 +47,7 @@ def main() -> None:
         manager = CPUOffloadingManager(CHUNKS, cache_policy=policy)
         tier = tiers.find(scheduler_of(manager), 16)
         assert tier is not None
-        assert tier.announced() == {"capacity_blocks": CHUNKS, "bytes_per_token": 400}
+        assert tier.announced() == {"capacity_blocks": CHUNKS, "bytes_per_token": 400, "loads_last": 1}
         keys = [make_offload_key(rng.randbytes(32), 0) for _ in range(KEYS)]
         under_way: list[tuple[list[Any], Any]] = []
         for number in range(STEPS):

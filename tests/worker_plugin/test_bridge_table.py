@@ -157,7 +157,26 @@ def test_a_tier_has_the_blocks_of_which_its_events_tell_more_copies_than_removal
         copies = +copies
         assert set(tier.table) == {of_key[key] for key in copies}
     table.apply(decode(stored([99], None, [], block_size=0, medium="CPU")))
-    assert (table.unproved, table.tiers_told) == ({"tier": 1}, {"cpu"})
+    assert (table.unproved, table.tiers_told) == ({"tier": 1}, {"cpu": False})
+
+
+@pytest.mark.parametrize(
+    ("medium", "locality", "loads_last"),
+    [
+        ("CPU", None, True),
+        ("STORAGE", None, True),
+        ("cpu", None, False),
+        ("CPU", "LOCAL", False),
+        ("DISK", None, False),
+    ],
+)
+def test_only_the_offloading_connector_loads_the_last_block_of_a_prompt(
+    medium: str, locality: str | None, *, loads_last: bool
+) -> None:
+    more = {} if locality is None else {"locality": locality}
+    table = BlockTable(Tracker(), PAGE, 100)
+    table.apply(decode(stored([1], None, [], block_size=0, medium=medium, **more)))
+    assert list(table.tiers_told.values()) == [loads_last]
 
 
 @pytest.mark.parametrize("end", ["clear", "doubt"])

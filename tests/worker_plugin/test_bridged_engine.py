@@ -41,7 +41,7 @@ def joined(engine: BridgedEngine) -> list[bool]:
     rank = SimpleNamespace(
         stop=lambda leave: told.append(leave),
         stopped=None,
-        table=SimpleNamespace(groups_told={}, lookahead=0, tiers_told=set[str](), scheme=scheme_of(1)),
+        table=SimpleNamespace(groups_told={}, lookahead=0, tiers_told=dict[str, bool](), scheme=scheme_of(1)),
     )
     engine.ranks, engine._models = [cast("Any", rank)], FACTS.models
     return told
@@ -132,14 +132,15 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     monkeypatch.setattr(engine, "api", api)
     joined(engine)
     assert not engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets
-    engine.ranks[0].table.tiers_told.add("cpu")
+    engine.ranks[0].table.tiers_told["cpu"] = True
     engine._check()
     assert engine._restarted.is_set()
     told = engine._rank(FACTS, EventSource("tcp://127.0.0.1:9"), 0).config.sets["cpu"]
+    assert told["loads_last"] == 1
     assert engine._ps_per_byte()["cpu"] * int(told["bytes_per_token"]) / 1e12 == pytest.approx(0.1 / 8_192, rel=0.01)
     engine._reading = Reading(loads=Loads(host_tokens=100, load_s=9))
     assert not engine._ps_per_byte(), "too few tokens"
-    engine._tiers = frozenset({"cpu", "disk"})
+    engine._tiers = {"cpu": True, "disk": True}
     engine._reading = Reading(loads=Loads(host_tokens=5_000, disk_tokens=5_000, load_s=0.1, read_s=0.2))
     seconds = {kind: ps * BYTES_PER_TOKEN / 1e12 for kind, ps in engine._ps_per_byte().items()}
     assert seconds == pytest.approx({"cpu": 1e-5, "disk": 1e-5 + 4e-5}, rel=0.01)
@@ -262,7 +263,7 @@ def test_an_engine_with_other_groups_joins_anew_and_promises_what_all_support(
     monkeypatch.setattr(engine, "api", api)
     joined(engine)
     engine.ranks[0].table.groups_told[1] = group
-    engine.ranks[0].table.tiers_told.add("cpu")
+    engine.ranks[0].table.tiers_told["cpu"] = True
     engine._check()
     assert engine._restarted.is_set()
     assert ("no prefix is promised" in caplog.text) == (not known)

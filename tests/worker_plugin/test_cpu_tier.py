@@ -97,7 +97,7 @@ def test_blocks_appear_when_copied_and_disappear_when_evicted_or_reset(vllm: Sim
     manager = vllm.Manager()
     tier = tiers.find(scheduler_of(manager), 16)
     assert tier is not None
-    assert tier.announced() == {"capacity_blocks": 4, "bytes_per_token": 80}
+    assert tier.announced() == {"capacity_blocks": 4, "bytes_per_token": 80, "loads_last": 1}
 
     def table() -> set[bytes]:
         return set(tier.tracker.table)

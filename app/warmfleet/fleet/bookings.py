@@ -22,7 +22,7 @@ from warmfleet.fleet.connection.packing import NOTHING, pack, pack_bytes, pack_i
 from warmfleet.fleet.ledger import Hold
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS
-from warmfleet.protocol.wire import RESERVATION_PREFIX
+from warmfleet.protocol.wire import HASH_BYTES, RESERVATION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
@@ -51,6 +51,7 @@ TENANT_BYTES = 8
 TIERS = {1: "cpu", 2: "disk"}  # kinds of tiers by their numbers in lua/parts/shared/further_sets.lua
 NO_LOAD = (0, 0.0, "")
 NO_TENANT = bytes(TENANT_BYTES)
+NO_BLOCK = bytes(HASH_BYTES)
 PACKED_OUTCOMES = {outcome: pack_text(outcome) for outcome in (*get_args(Outcome), "due")}
 
 
@@ -459,6 +460,7 @@ class Bookings:
             question.limits.packed if question.limits is not None else NOTHING,
             pack_bytes(question.session) if question.session else NOTHING,
             pack_names(question.only) if question.only else NOTHING,
+            _packed_last(chains),
         ]
         for chain in chains:
             pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))
@@ -473,6 +475,13 @@ def _packed_policy(policy: str) -> bytes:
 @lru_cache(maxsize=64)
 def _packed_scheme(scheme_id: int, block_tokens: int) -> bytes:
     return pack_int(scheme_id) + pack_int(block_tokens)
+
+
+def _packed_last(chains: Sequence[Chain]) -> bytes:
+    for chain in chains:
+        if chain.last:
+            return pack_bytes(b"".join([chain.last or NO_BLOCK for chain in chains]))
+    return NOTHING
 
 
 def _load(tokens: bytes, seconds: bytes, kind: bytes) -> tuple[int, float, str]:

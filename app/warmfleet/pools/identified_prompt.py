@@ -18,6 +18,8 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prompt_identity import INLINE_CHARACTERS, KnownInPart, canonical_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from warmfleet.pools.fleet_view import View
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.block_hashes import Chain, Lora
@@ -206,7 +208,7 @@ async def _with_media(request: Request, pool: Pool, view: View, reason: str, *, 
     try:
         prompt = await identity.with_images(request, rules, view.hashers, _lora(view, request), pool.learned.find)
     except KnownInPart as why:
-        chains = tuple(chain for chain in why.prompt.chains if chain.hashes)
+        chains = _known_part(why.prompt.chains)
         return _Found(chains, why.tokens, "prefix" if chains else "load", why.reason)
     except NotReproducible as why:
         return await _in_part(request, view, why.reason)
@@ -223,7 +225,7 @@ async def _in_part(request: Request, view: View, reason: str) -> _Found:
     if reason in MEDIA and view.identity is not None and request.endpoint == "chat":
         try:
             ids, tokens = await view.identity.beginning(request)
-            chains = tuple(chain for chain in _chains(view, request, ids) if chain.hashes)
+            chains = _known_part(_chains(view, request, ids))
         except NotReproducible:
             pass
         except Exception as error:  # noqa: BLE001  a bug must not fail the request
@@ -240,6 +242,11 @@ def _unknown(request: Request, error: Exception) -> _Found:
 def _chains(view: View, request: Request, ids: list[int]) -> tuple[Chain, ...]:
     lora = _lora(view, request)
     return tuple(hasher.chain(ids, request.salt, lora) for hasher in view.hashers)
+
+
+def _known_part(chains: Iterable[Chain]) -> tuple[Chain, ...]:
+    """Return these chains of the beginning of a prompt, which does not end where they do."""
+    return tuple(chain._replace(last=b"") for chain in chains if chain.hashes)
 
 
 def _lora(view: View, request: Request) -> Lora:

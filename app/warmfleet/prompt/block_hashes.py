@@ -36,11 +36,15 @@ TEXT_SCHEME = Scheme("sha256_cbor", hashlib.sha256(b"warmfleet text 1").digest()
 class Chain(NamedTuple):
     """The block hashes of a prompt under one scheme, 8 bytes each, joined: of the blocks that an engine that holds them
     all does not compute.
+
+    last: the hash of the block behind these if the prompt ends with it, else nothing. An engine computes it once more
+    even if its own cache holds it, but may load it from a tier.
     """
 
     scheme_id: int
     block_tokens: int
     hashes: bytes
+    last: bytes = b""
 
 
 class Hasher:
@@ -77,13 +81,15 @@ class Hasher:
         return array("Q", b"".join(digests))[self._words - 1 :: self._words].tobytes()
 
     def capped(self, packed: bytes, tokens: int) -> Chain:
-        """Return the chain without a block of the prompt's last token, because engines always compute that token.
+        """Return the chain, with a block of the prompt's last token apart, because engines always compute that token.
 
         An engine that computes the last block that it has once more lacks one block of those that it holds: the chain
         begins with the prompt's second block, so that as many of its blocks match.
         """
         size = self.scheme.block_tokens
-        return Chain(self.scheme.scheme_id, size, packed[self._first : max(0, (tokens - 1) // size) * HASH_BYTES])
+        end = max(0, (tokens - 1) // size) * HASH_BYTES
+        last = b"" if tokens % size or end < self._first else packed[end : end + HASH_BYTES]
+        return Chain(self.scheme.scheme_id, size, packed[self._first : end], last)
 
     def digests(
         self,

@@ -32,6 +32,7 @@ local function sets(told, kinds)
         capacity_blocks = integer(set.capacity_blocks, 0, U31) and set.capacity_blocks or nil,
         bytes_per_token = integer(set.bytes_per_token, 0, U31) and set.bytes_per_token or nil,
         promises_all = integer(set.promises_all, 0, 1) and set.promises_all or nil,
+        loads_last = kind ~= "ends" and integer(set.loads_last, 0, 1) and set.loads_last or nil,
         store = kind ~= "ends" and type(set.store) == "string" and set.store:match("^" .. ("%x"):rep(16) .. "$") or nil,
       }
     end

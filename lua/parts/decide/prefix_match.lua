@@ -7,7 +7,7 @@ reservations will make (x:<hash> at checkpoints, between them the chains c: of t
 
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
-Takes the state, the key prefix, prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
+Takes the state, the key prefix, last (argument of decide), prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
 leases' records, and the keys `sets` and `tiers`. Returns an error reply, or nil. If a candidate has tiers,
 decide/tiers adds what can be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by
 candidate:
@@ -19,10 +19,10 @@ and for all: chain_of (scheme -> position in ARGV), block (tokens of the largest
 --]]
 local call, sub, floor = redis.call, string.sub, math.floor
 local max, min, format, tonumber = math.max, math.min, string.format, tonumber
-local HOPS_PER_PROBE, MAX_CHAIN_BYTES = 8, 65536
+local HOPS_PER_PROBE, MAX_CHAIN_BYTES, NO_BLOCK = 8, 65536, ("\0"):rep(8)
 local checkpoints = include "decide/checkpoints"
 
-return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key, tiers_key)
+return function(s, prefix, last, prompt, max_probes, first_chain, lease_key, sets_key, tiers_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
@@ -200,6 +200,11 @@ return function(s, prefix, prompt, max_probes, first_chain, lease_key, sets_key,
           if whole > own then matched[i], speculated[i] = min(whole * size, prompt), making and whole or nil end
         end
       end
+    end
+    local at = (c - first_chain) / 3 * 8
+    local hash = tiers and sub(last, at + 1, at + 8) or ""
+    if hash ~= "" and hash ~= NO_BLOCK then
+      tiers.note_last(b .. hash, n * size, min((n + 1) * size, prompt), s.by_slot[scheme] or {})
     end
   end
   s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed

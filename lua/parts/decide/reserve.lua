@@ -6,10 +6,11 @@ noted beyond the worker's confirmed blocks; at the next one before that, where a
 looks while these blocks are being reported; and always at block 1, which tells whether any part of a chain is to be
 computed. Takes the state, the candidate, the keys of load, leases and lease, the key prefix, the reservation's id,
 decode_tokens, and the time at which the lease expires (ms). Returns the booked tokens for prefill, and for decoding:
-the whole context less the match, booked at once, because the engine will need that room in its cache. What must be
-loaded from a tier (decide/tiers) is booked for prefill as the tokens that the engine computes in that time, at most as
-all of these tokens, so that later decisions see the engine busy with it; but not for a reservation of several prompts,
-each of which gives back what it lacks (apply/progress).
+the whole context less the match, booked at once, because the engine will need that room in its cache. One token is
+booked for prefill even if all are held, because the engine computes the last one once more. What must be loaded from a
+tier (decide/tiers) is booked for prefill as the tokens that the engine computes in that time, at most as all of these
+tokens, so that later decisions see the engine busy with it; but not for a reservation of several prompts, each of which
+gives back what it lacks (apply/progress).
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, floor = math.max, math.min, math.floor
@@ -34,7 +35,7 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
     end
   end
   local epoch, prefill, decode, flight = unpack_from(ROW_EPOCH_TO_IN_FLIGHT, row)
-  local uncached, context = s.prompt - own, max(0, decode_tokens - own)
+  local uncached, context = max(1, s.prompt - own), max(0, decode_tokens - own)
   local loads = s.tiers and s.tiers.tokens[w]
   if loads and sub(id, MARK_AT, MARK_AT) ~= MARK_SEVERAL_PROMPTS then
     uncached = uncached + floor(min(s.tiers.seconds[w] * s.speed[w], loads) + 0.5)

@@ -13,6 +13,9 @@ more than the GPU. Returns nil if the fleet has no tier; else a table, the state
   note(slots, block, tokens, by_slot, depth): notes that these slots, which are no candidates', hold the chain up to a
     block, or these tokens, if they are tiers; the deepest block comes first. depth: blocks that the candidates hold,
     as far as this is known by now. Returns how many of the slots were not noted before
+  note_last(key, tokens, prompt, by_slot): notes the tiers that hold the block with which the prompt ends, of this key.
+    An engine whose GPU, or tiers before that, hold all of the prompt up to this block (tokens) loads it, too, although
+    it computes the last token once more (prompt: all tokens). A GPU's own last block is never used for that
   extend(matched): to be called when all chains are noted: adds what tiers hold to the matches. Before that, nothing
     below is set; a candidate is in these tables if its tiers hold a part of the prompt
   held        tokens that a candidate holds without its tiers; who changes this must call load(i)
@@ -32,6 +35,7 @@ local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the li
 return function(tiers_key, count, all_closed)
   if count == 0 then return nil end
   local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted for this chain
+  local last = {} -- by candidate: the fastest tier that holds the last block: tokens before it, all, seconds, kind
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
   local few, users = count <= FEW and {}, {} -- slots of all tiers, if they are few; users by slot
   local all = few and call("HGETALL", tiers_key) or {}
@@ -72,6 +76,17 @@ return function(tiers_key, count, all_closed)
     return by_reading(first, by_slot)
   end
 
+  -- Call visit(candidate, seconds, kind, whether it loads a prompt's last block) for each candidate that reads a tier.
+  local function each_reader(packed, by_slot, visit)
+    local at = 1
+    while packed and at <= #packed do
+      local main, seconds, kind, _
+      main, seconds, kind, _, at = unpack_from(TIER, packed, at)
+      local i, loads_last = by_slot[main], kind >= LOADS_LAST
+      if i then visit(i, seconds, loads_last and kind - LOADS_LAST or kind, loads_last) end
+    end
+  end
+
   function tiers.note(slots, block, tokens, by_slot, depth)
     local new = {}
     for _, slot in ipairs(slots) do
@@ -81,18 +96,27 @@ return function(tiers_key, count, all_closed)
     end
     local found = few and users or new[1] and call("HMGET", tiers_key, unpack(new)) or {}
     for k, slot in ipairs(new) do
-      local packed, at = found[few and slot or k], 1
-      while packed and at <= #packed do
-        local main, seconds, kind, _
-        main, seconds, kind, _, at = unpack_from(TIER, packed, at)
-        local i = by_slot[main]
-        if i and not (all_closed and depth[i]) then
-          of[i] = of[i] or {}
-          table.insert(of[i], { slot + 0, block, tokens, seconds, kind })
-        end
-      end
+      each_reader(found[few and slot or k], by_slot, function(i, seconds, kind)
+        if all_closed and depth[i] then return end
+        of[i] = of[i] or {}
+        table.insert(of[i], { slot + 0, block, tokens, seconds, kind })
+      end)
     end
     return #new
+  end
+
+  function tiers.note_last(key, tokens, prompt, by_slot)
+    local slots = few or call("SMEMBERS", key)
+    if not slots[1] then return end
+    local holds, readers = few and call("SMISMEMBER", key, unpack(few)), few or call("HMGET", tiers_key, unpack(slots))
+    for k, slot in ipairs(slots) do
+      local packed = few and holds[k] == 1 and users[slot] or not few and readers[k]
+      each_reader(packed, by_slot, function(i, seconds, kind, loads_last)
+        if loads_last and not (last[i] and last[i].seconds <= seconds) then
+          last[i] = { tokens = tokens, prompt = prompt, seconds = seconds, kind = kind }
+        end
+      end)
+    end
   end
 
   function tiers.extend(matched)
@@ -104,9 +128,15 @@ return function(tiers_key, count, all_closed)
           tiers.kind[i] = tier[KIND]
         end
       end
+      local behind = last[i]
+      if behind and tokens == behind.tokens then
+        seconds, tokens = seconds + (behind.prompt - tokens) * behind.seconds, behind.prompt
+        tiers.kind[i] = behind.kind
+      end
       tiers.tokens[i], tiers.seconds[i], matched[i] = tokens > held and tokens - held or nil, seconds, tokens
     end
 
+    for i in pairs(last) do of[i] = of[i] or {} end
     for i, own in pairs(of) do
       if own[2] then table.sort(own, function(a, b) return a[SECONDS] < b[SECONDS] end) end
       tiers.held[i] = matched[i] or 0

@@ -42,7 +42,7 @@ return function(s, prefix, choose)
     match_seen = matched[w] or 0
     local tiers = s.tiers
     if tiers then tiers.seen = { candidate = w, tokens = tiers.tokens[w], seconds = tiers.seconds[w] } end
-    tiers = tiers and tiers.held[w] and tiers
+    tiers = tiers and tiers.held[w] and c and tiers -- without a chain a tier has nothing but the prompt's last block
     local is_whole = not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED
     if is_whole and not tiers then break end
     if not is_whole then

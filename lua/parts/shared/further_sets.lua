@@ -60,13 +60,14 @@ return function(keys, worker_id)
       local set = record.sets[kind]
       local seconds = set and (set.bytes_per_token or 0) * (set.ps_per_byte or known.ps_per_byte) / 1e12
       if kind == "ends" then seconds = set and set.promises_all or 0 end
-      local packed = set and struct.pack(FURTHER_SET, set.slot, slot, seconds, known.number)
+      local number = known.number + (set and set.loads_last == 1 and LOADS_LAST or 0)
+      local packed = set and struct.pack(FURTHER_SET, set.slot, slot, seconds, number)
       if packed then call("HSET", sets_key, worker_id .. ":" .. kind, packed) end
       if packed and set.store then
         note_readers(set.slot)
       elseif packed and kind ~= "ends" then
         local blocks = set.capacity_blocks or record.capacity_blocks
-        call("HSET", tiers_key, string.format("%d", set.slot), struct.pack(TIER, slot, seconds, known.number, blocks))
+        call("HSET", tiers_key, string.format("%d", set.slot), struct.pack(TIER, slot, seconds, number, blocks))
       end
     end
   end

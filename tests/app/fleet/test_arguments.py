@@ -128,6 +128,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
         "session": b"\3name",
         "only": "f,g",
+        "last": b"",
     }
     assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -136,7 +137,8 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
 
 NUMBERS = st.integers(0, 2**32 - 1) | st.integers(0, 40_000)
 NAMES = st.lists(st.text(min_size=1), max_size=3).map(tuple)
-CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_size=100)), max_size=4).map(tuple)
+LAST = st.sampled_from((b"", b"12345678"))
+CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_size=100), LAST), max_size=4).map(tuple)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -155,6 +157,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
     fleet: Fleet, question: Question, mode: Mode, in_turn: bool
 ) -> None:
     rest = [part for chain in question.chains for part in (chain.scheme_id, chain.block_tokens, chain.hashes)]
+    lasts = [chain.last or bytes(8) for chain in question.chains]
     asked = argv(
         "decide",
         rest,
@@ -178,6 +181,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         limits=b"",
         session=question.session,
         only=",".join(question.only),
+        last=b"".join(lasts) if any(chain.last for chain in question.chains) else b"",
     )
     assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 

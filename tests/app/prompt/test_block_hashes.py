@@ -127,6 +127,20 @@ def test_capped_as_the_engine_caps() -> None:
     assert len(hasher("sha256_cbor", block_tokens=1).chain([7] * 20_000).hashes) == 8 * MAX_BLOCKS
 
 
+@pytest.mark.parametrize("form", ["tagged", "tagged_drop", "lookahead_2"])
+@pytest.mark.parametrize("hashed", [8, 16])
+def test_the_block_of_the_last_token_stands_apart(form: str, hashed: int) -> None:
+    """It is the one that a longer prompt's chain has behind the others, if a prompt ends with it."""
+    unit = {} if hashed == 16 else {"hash_block_tokens": hashed}
+    made = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16, form, **unit))
+    ids = [7 * number for number in range(200)]
+    for tokens in range(180):
+        chain, longer = made.chain(ids[:tokens]), made.chain(ids[: tokens + 20]).hashes
+        ends = tokens % 16 == 0 and tokens >= (32 if made.scheme.drops else 16) and not made.scheme.lookahead
+        assert chain.last == (longer[len(chain.hashes) : len(chain.hashes) + 8] if ends else b""), tokens
+    assert not hasher("sha256_cbor", block_tokens=1).chain([7] * 20_000).last, "no hash is made so far behind"
+
+
 def test_text_chain_shares_prefixes_only() -> None:
     first, second = b"x" * 640 + b"one", b"x" * 640 + b"other"
     assert text_chain(first).hashes == text_chain(second).hashes

@@ -31,6 +31,8 @@ from warmfleet_loadtest.tokens.tiny_kinds import save_tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from warmfleet.prompt.block_hashes import Chain
+
 KINDS = ("deepseek", "qwen3", "llama3", "llama2", "metaspace")  # metaspace: llama2 as transformers makes it
 TEMPLATE = "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><|im_start|><|im_end|><|eot_id|></s>"  # noqa: RUF001
 CBOR = Hasher(Scheme("sha256_cbor", default_none_hash("sha256_cbor"), 16))
@@ -65,14 +67,14 @@ def reading(encoder: Encoder, *, special: bool = False, grid: int = 1_024, salt:
     return Reading(grid, encoder.plain, cuts, prefix, suffix, (CBOR, PICKLE), salt)
 
 
-def without(encoder: Encoder, text: str, *, special: bool, salt: str | None) -> tuple[list[int], list[bytes]]:
+def without(encoder: Encoder, text: str, *, special: bool, salt: str | None) -> tuple[list[int], tuple[Chain, ...]]:
     ids = encoder.encode(text, special)
-    return ids.tolist(), [hasher.chain(ids, salt).hashes for hasher in (CBOR, PICKLE)]
+    return ids.tolist(), tuple(hasher.chain(ids, salt) for hasher in (CBOR, PICKLE))
 
 
-def same(found: Prompt, expected: tuple[list[int], list[bytes]]) -> bool:
+def same(found: Prompt, expected: tuple[list[int], tuple[Chain, ...]]) -> bool:
     assert b"".join(found.json()) == orjson.dumps(expected[0])
-    return (found.ids, [chain.hashes for chain in found.chains]) == expected and found.tokens == len(expected[0])
+    return (found.ids, found.chains) == expected and found.tokens == len(expected[0])
 
 
 def compare(encoder: Encoder, prompts: int, seed: int, *, grid: int, limit_bytes: int) -> None:
@@ -177,7 +179,7 @@ def test_runs_find_what_single_pieces_would(seed: int, limit_bytes: int) -> None
         found, ids = trie.read(text, read), [7] * 5 + list(codes(text)) + [9]
         assert found.ids == ids
         assert b"".join(found.json()) == orjson.dumps(ids)
-        assert [chain.hashes for chain in found.chains] == [hasher.chain(ids, salt).hashes for hasher in hashers]
+        assert found.chains == tuple(hasher.chain(ids, salt) for hasher in hashers)
         expected = plain.known(text, read) + 5
         if text not in texts:  # else the ending may be known as well
             assert found.known_tokens == expected if limit_bytes == 10**9 else found.known_tokens <= expected

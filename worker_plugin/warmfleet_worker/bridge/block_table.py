@@ -88,7 +88,7 @@ class BlockTable:
         self.lookahead = lookahead  # as the last event told
         self.unproved: Counter[str] = Counter()
         self.groups_told: dict[int, Group] = {}  # further KV cache groups of the engine, of which events told
-        self.tiers_told = set[str]()  # kinds of tiers that events told of
+        self.tiers_told = dict[str, bool]()  # kinds of tiers that events told of, and whether all events ``loads_last``
         self._tiers = {kind: TierCopies(each, TIER_SIZE * capacity) for kind, each in (tiers or {}).items()}
         self._sink = sink
         self._page_tokens = page_tokens
@@ -312,7 +312,7 @@ class BlockTable:
 
     def _offloaded(self, event: Offloaded) -> None:
         if self._page_tokens == self.scheme.block_tokens:  # else a block of several pages may be there in part
-            self.tiers_told.add(event.tier)
+            self.tiers_told[event.tier] = event.loads_last and self.tiers_told.get(event.tier, True)
         tier = self._tiers.get(event.tier)
         if tier is not None:
             self.unproved["tier"] += sum(not tier.stored(key, self._hash_of) for key in event.keys)

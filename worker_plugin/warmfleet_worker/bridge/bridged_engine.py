@@ -81,7 +81,7 @@ class BridgedEngine:
         self._failures = self._unresolved = 0  # failed checks in a row: no good answer; no address for the name
         self._groups: dict[int, Group] = {}  # further KV cache groups (a hybrid model), by number
         self._lookahead = 0  # tokens behind a block that its hash covers
-        self._tiers = frozenset[str]()  # kinds of its tiers
+        self._tiers = dict[str, bool]()  # its tiers: kind, and ``Offloaded.loads_last``
         self._thread = threading.Thread(target=self._run, name=f"warmfleet-engine-{options.name}", daemon=True)
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class BridgedEngine:
             closed=not self._groups,
             labels=read_labels(options.labels),
             # A tier holds the blocks of some groups only, and nothing tells what an engine can load of a prefix then.
-            sets={wire.ENDS: {"promises_all": 0}} if self._groups else dict.fromkeys(self._tiers, TIER),
+            sets={wire.ENDS: {"promises_all": 0}} if self._groups else self._announced_tiers(),
         )
         side = EngineSide(
             options.group,
@@ -235,6 +235,9 @@ class BridgedEngine:
             self._groups,
         )
         return Rank(self._context, source, facts, config, side)
+
+    def _announced_tiers(self) -> dict[str, dict[str, int]]:
+        return {kind: TIER | {"loads_last": int(loads_last)} for kind, loads_last in self._tiers.items()}
 
     @property
     def _host(self) -> str:
@@ -322,7 +325,7 @@ class BridgedEngine:
             self._groups = groups
             self._warn_of_groups(rank.table.scheme.block_tokens for rank in self.ranks)
             self._note_restart()  # its join said nothing of them
-        tiers = self._tiers.union(*(rank.table.tiers_told for rank in self.ranks))
+        tiers = self._tiers | {kind: told for rank in self.ranks for kind, told in rank.table.tiers_told.items()}
         if tiers != self._tiers:
             self._tiers = tiers
             self._note_restart()  # its join said nothing of them

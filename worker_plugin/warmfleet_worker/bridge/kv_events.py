@@ -27,6 +27,10 @@ DEVICE = ""  # the place of blocks in the engine's own cache; the other places a
 #: Place by the medium of an event, in lower case. Events of other media are not read.
 PLACES = {None: DEVICE, "gpu": DEVICE, "cpu": CPU, "cpu_pinned": CPU, "storage": DISK, "disk": DISK}
 
+#: The media that vLLM's OffloadingConnector names so, without a locality. Other connectors, which write them otherwise,
+#: load no block of a prompt's last token.
+OFFLOADED = ("CPU", "STORAGE")
+
 
 class EventError(ValueError):
     """A batch or an event is malformed: no known engine writes such a one."""
@@ -57,11 +61,15 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Copies of these blocks have come into a tier (``wire.CPU``, ``wire.DISK``) of the engine."""
+    """Copies of these blocks have come into a tier (``wire.CPU``, ``wire.DISK``) of the engine.
+
+    loads_last: the engine loads the last block of a prompt from there, too, behind which is no token.
+    """
 
     keys: tuple[BlockKey, ...]
     tier: str
     group: int = 0
+    loads_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,10 @@ def _event(raw: Any, stored_fields: tuple[str, ...]) -> Event | None:
         return Removed(_keys(fields["block_hashes"]), group, place)
     if kind != "BlockStored":
         raise EventError(f"unknown event {kind!r}")
-    return Offloaded(_keys(fields["block_hashes"]), place, group) if place else _stored(fields, group)
+    if place:
+        loads_last = medium in OFFLOADED and fields.get("locality") is None
+        return Offloaded(_keys(fields["block_hashes"]), place, group, loads_last)
+    return _stored(fields, group)
 
 
 def _stored(fields: dict[str, Any], group: int) -> Stored:

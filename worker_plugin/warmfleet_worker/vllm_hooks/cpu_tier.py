@@ -16,7 +16,7 @@ from warmfleet_worker.load_meter import LoadMeter
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse
-from warmfleet_worker.vllm_hooks.store_tier import StoreTier, find_store
+from warmfleet_worker.vllm_hooks.store_tier import LOADS_LAST, StoreTier, find_store
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -41,7 +41,8 @@ class CpuTier:
     store: StoreTier | None = None
 
     def announced(self) -> dict[str, int]:
-        return {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token}
+        capacity = {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token}
+        return capacity | {"loads_last": LOADS_LAST}
 
 
 class CpuTiers:

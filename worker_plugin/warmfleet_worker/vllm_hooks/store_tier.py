@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
+#: In all versions the OffloadingConnector of a model with full attention looks for all whole blocks of a prompt.
+LOADS_LAST = 1
 MARK = "warmfleet-store"  # name of the file with the mark
 _MARK_FORM = re.compile(r"[0-9a-f]{32}")
 MARK_SECONDS = 2.0  # longest time until the engine that makes the file has written the mark into it
@@ -55,7 +57,7 @@ class StoreTier:
             logger.warning("warmfleet: %s has no mark: routers take it for this engine's own", self.folder)
         name = f"{mark or secrets.token_hex(16)} {self.rank} {scheme_id}"
         store = hashlib.sha256(name.encode()).hexdigest()[:16]
-        return {"bytes_per_token": self.bytes_per_token, "store": store}
+        return {"bytes_per_token": self.bytes_per_token, "loads_last": LOADS_LAST, "store": store}
 
 
 def mark_of(folder: Path) -> str:

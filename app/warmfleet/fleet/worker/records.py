@@ -142,7 +142,8 @@ WORKER: dict[str, Check] = {
     "differs": _flag,
     "sets": _object_of(
         _fields(
-            **dict.fromkeys(("slot", "capacity_blocks", "bytes_per_token", "ps_per_byte", "promises_all"), _count),
+            **dict.fromkeys(("slot", "capacity_blocks", "bytes_per_token", "ps_per_byte"), _count),
+            **dict.fromkeys(("promises_all", "loads_last"), _count),
             store=_text,
         )
     ),
