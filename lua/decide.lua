@@ -26,8 +26,8 @@ ARGV: prefix, id, constants (of this replica, packed: shared/constants), policy,
       session (empty: the request has no part in the ledger; else a byte, the sum of Hint values, and the session's id,
       empty if it is not known),
       only (ids of the workers to choose among, joined by commas; empty: all),
-      last (for each chain 8 bytes: the hash of the block with which the prompt ends, which the chain lacks, because only
-      tiers are asked for it; zeros: the prompt does not end with a block; empty: it does so for no chain),
+      ending (for each chain 8 bytes: the hash of the block with which the prompt ends, which the chain lacks, because
+      only tiers are asked for it; zeros: the prompt does not end with a block; empty: it does so for no chain),
       then for each of <= 4 chains: scheme id (each once), block_tokens, packed 8-byte hashes (<= 8192)
 Returns: {BOOKED or KNOWN, worker_id, matched_tokens, speculative 0/1, flagged 0/1, cost_s, url, wait_tokens,
       prompt_tokens, prefill_tokens booked, decode_tokens booked, flags, why, session's id (empty: none), what of the
@@ -52,7 +52,7 @@ local prompt_tokens, decode_tokens, mode = tonumber(ARGV[5]), tonumber(ARGV[6]),
 local exclude, seed, prefix_tokens, order = ARGV[8], tonumber(ARGV[9]), tonumber(ARGV[10]), ARGV[11]
 local objective_s, tenant, priority = tonumber(ARGV[12]), ARGV[13], tonumber(ARGV[14])
 local waited_ms, may_wait, barred, limits, session = tonumber(ARGV[15]), ARGV[16], ARGV[17], ARGV[18], ARGV[19]
-local only, last = ARGV[20], ARGV[21]
+local only, ending = ARGV[20], ARGV[21]
 
 local NO_HINT = "\0" -- of a request that may be of a session, but has no name and no tools
 local FIRST_CHAIN, MAX_CHAINS, MAX_TOKENS = 22, 4, 2147483647
@@ -60,8 +60,8 @@ local call, unpack_from, sub, floor, band = redis.call, struct.unpack, string.su
 local max, format = math.max, string.format
 
 if id == "" or policy ~= "cost" and not POLICIES[policy]
-    or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens and order
-    and objective_s and tenant and priority and waited_ms and may_wait and barred and limits and session and only and last)
+    or not (prompt_tokens and decode_tokens and mode and seed and prefix_tokens and order and objective_s and tenant
+    and priority and waited_ms and may_wait and barred and limits and session and only and ending)
     or tenant ~= "" and (#tenant ~= 8 or priority < 0 or priority > 15)
     or #ARGV > FIRST_CHAIN + MAX_CHAINS * 3 - 1
     or limits ~= "" and (#limits < LIMITS_BYTES or #limits > LIMITS_BYTES + 1 or #id < CLIENT_AT)
@@ -103,7 +103,7 @@ if expired[1] then (include "shared/release_lease")(load_key, leases_key, lease_
 local max_engine_wait_s = tenant ~= "" and replica.max_engine_wait_s or 0
 local others_wait = max_engine_wait_s > 0 and call("ZCARD", queue2_key) > 0
 local all, alive, median, least_tokens = alive_workers(alive_key, load_key, tick_key, now, replica.ttl_ms, exclude)
-local block_tokens, chained = 1, last ~= ""
+local block_tokens, chained = 1, ending ~= ""
 for k = FIRST_CHAIN + 1, #ARGV, 3 do
   block_tokens, chained = max(block_tokens, tonumber(ARGV[k]) or 1), chained or ARGV[k + 1] ~= ""
 end
@@ -124,7 +124,7 @@ end
 s.policy, s.seed, s.prefix_tokens, s.order, s.objective_s = policy, seed, prefix_tokens, order, objective_s
 s.terms = mode >= MODE_DRY and {} or nil
 s.turn = policy == "round_robin" and tonumber(call("HGET", counts_key, "round_robin") or 0) or 0
-local malformed = match(s, prefix, last, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key, sets_key,
+local malformed = match(s, prefix, ending, prompt_tokens, replica.max_probes, FIRST_CHAIN, lease_key, sets_key,
   tiers_key)
 if malformed then return malformed end
 local w, why, match_seen = verified_choice(s, prefix, choose)

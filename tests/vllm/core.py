@@ -12,13 +12,20 @@ import os
 import random
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
+
+from tests.vllm.truth.engine_truth import blocks_of, tier_of
 
 BLOCK_TOKENS = int(os.environ.get("CORE_BLOCK_TOKENS", "32"))
 BLOCKS = int(os.environ.get("CORE_BLOCKS", "128"))
 MODEL_LEN = int(os.environ.get("CORE_MODEL_LEN", "2048"))
+TIER = int(os.environ.get("CORE_TIER", "0"))  # blocks of its tier in CPU memory (OffloadingConnector); 0: no tier
+GROUPS = os.environ.get("CORE_GROUPS", "")  # KV cache groups beside full attention: the name of a shape of hybrid_core
+SEED = int(os.environ.get("CORE_SEED", "1"))
 DRAFT = os.environ.get("CORE_DRAFT")  # the folder of a draft model for EAGLE, of which only config.json is read
 BUDGET = 2_048  # tokens of one step
+PAGE_BYTES = BLOCK_TOKENS * 2 * 16 * 4  # of a block: keys and values, 16 numbers of 4 bytes each
 
 
 def hasher_of(function: Any, lookahead: int) -> Any:
@@ -27,16 +34,37 @@ def hasher_of(function: Any, lookahead: int) -> Any:
     return get_request_block_hasher(BLOCK_TOKENS, function, *((lookahead,) if lookahead else ()))
 
 
+def connector() -> Any:
+    """The configuration of a tier."""
+    from vllm.config import KVTransferConfig
+
+    more = {"cpu_bytes_to_use": TIER * PAGE_BYTES}
+    return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=more)
+
+
+def cache_config() -> Any:
+    """One group of full attention, or the groups of a hybrid model; all blocks are of 32 tokens."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    if GROUPS:
+        from tests.vllm.hybrid_core import SHAPES, config_of
+
+        return config_of(SHAPES[GROUPS])
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
+    memory = [SimpleNamespace(size=BLOCKS * PAGE_BYTES, block_stride=PAGE_BYTES)] if TIER else []
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=memory, kv_cache_groups=groups)
+
+
 class Core:
     """A Scheduler that takes its sampled tokens from a random number generator."""
 
     def __init__(self, model: str) -> None:
-        import torch
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.config = EngineArgs(
@@ -49,13 +77,15 @@ class Core:
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
             speculative_config={"method": "eagle", "model": DRAFT, "num_speculative_tokens": 2} if DRAFT else None,
+            kv_transfer_config=connector() if TIER else None,
         ).create_engine_config()
-        self.config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=16, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)]
+        caches = cache_config()
+        self.config.cache_config.num_gpu_blocks = caches.num_blocks
+        if GROUPS:
+            self.config.cache_config.mamba_cache_mode = "align"
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
             hash_block_size=BLOCK_TOKENS,
@@ -66,8 +96,8 @@ class Core:
         self.hasher = hasher_of(function, getattr(self.config, "num_hash_lookahead_tokens", 0))
         gc.collect()
         gc.freeze()  # as the engine core does, too
-        self.rng = random.Random(1)
-        self.prompts: dict[str, list[int]] = {}
+        self.rng = random.Random(SEED)
+        self.jobs: dict[int, tuple[str, bool]] = {}  # copies under way: request, and whether to the GPU
 
     def add(self, request_id: str, tokens: list[int], max_tokens: int) -> None:
         from vllm.sampling_params import SamplingParams
@@ -103,13 +133,39 @@ class Core:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
+        if TIER:
+            made.kv_connector_output = self.copied(scheduled.kv_connector_metadata)
         return dict(self.scheduler.update_from_output(scheduled, made))
 
+    def copied(self, told: Any) -> Any:
+        """End some of the copies between the GPU and the tier, as a worker would: those that may not wait, and others
+        at random.
+        """
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+        from vllm.v1.outputs import KVConnectorOutput
+
+        self.jobs |= {number: (job.req_id, True) for number, job in told.load_jobs.items()}
+        self.jobs |= {number: (job.req_id, False) for number, job in told.store_jobs.items()}
+        ended = {
+            number: self.jobs.pop(number)
+            for number in list(self.jobs)
+            if number in (told.jobs_to_flush or ()) or self.rng.random() < 0.5
+        }
+        loaded = {request_id for request_id, is_load in ended.values() if is_load}
+        meta = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1)) if ended else None
+        return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=meta)
+
+    def settle(self) -> None:
+        """Let all copies end."""
+        while self.jobs:
+            self.step()
+
     def table(self) -> list[str]:
-        return [
-            bytes(key).hex()
-            for key in list(self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache)
-        ]
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return [bytes(key).hex() for key in blocks_of(pool)]
+
+    def tier(self) -> list[str]:
+        return [bytes(key).hex() for key in tier_of(self.scheduler.connector.connector_scheduler.manager)] if TIER else []
 
 
 class Answers:
@@ -164,7 +220,8 @@ class Answers:
                                 stats.num_cached_tokens,
                                 stats.num_prompt_tokens,
                             ]
-        return {"counted": counted, "table": core.table()}
+        core.settle()
+        return {"counted": counted, "table": core.table(), "tier": core.tier()}
 
     def bench(self, requests: int, tokens: int, answer: int, pause_s: float) -> dict[str, Any]:
         """Run this many new prompts to their end, four at a time; a pause after each step stands for the model's work.
@@ -188,16 +245,22 @@ class Answers:
         return {"process_s": time.process_time(), "steps_s": steps, "noted_s": noted, "ended_s": ended}
 
     def cached(self, prompt: list[int]) -> dict[str, Any]:
-        """Run one request alone; returns the tokens of its prompt that were cached before, and the table afterwards."""
+        """Run one request alone; returns the tokens of its prompt that were cached before (in all, and in the tier
+        only), and the tables afterwards.
+        """
         core, counted = self.core, []
         core.add(f"cmpl-wf-{core.rng.randrange(10**22):022}.x-0", prompt, 3)
         while core.scheduler.requests:
             outputs = [output for batch in core.step().values() for output in batch.outputs]
-            counted += [output.prefill_stats.num_cached_tokens for output in outputs if output.prefill_stats]
-        return {"cached": counted[0], "table": core.table()}
+            counted += [output.prefill_stats for output in outputs if output.prefill_stats]
+        core.settle()
+        loaded = counted[0].num_external_cached_tokens
+        return {"cached": counted[0].num_cached_tokens, "loaded": loaded, "table": core.table(), "tier": core.tier()}
 
-    def reset(self) -> dict[str, Any]:
-        return {"reset": self.core.scheduler.reset_prefix_cache(), "table": self.core.table()}
+    def reset(self, *, external: bool = False) -> dict[str, Any]:
+        """external: empty the tier, too."""
+        done = self.core.scheduler.reset_prefix_cache(reset_connector=external)
+        return {"reset": done, "table": self.core.table(), "tier": self.core.tier()}
 
     def hold(self) -> dict[str, Any]:
         """Stop while three requests run: a foreign one that decodes, a foreign one that waits, one of the fleet."""

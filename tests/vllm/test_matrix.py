@@ -13,7 +13,7 @@ import random
 import subprocess
 from array import array
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -23,7 +23,7 @@ from tests.vllm.engine import MODEL, VENV
 from tests.vllm.hybrid_reports import hybrid_cores, outcomes
 from tests.vllm.trees import VERSIONS, environment, tree
 
-from warmfleet.fleet import Fleet
+from warmfleet.fleet import Flag, Fleet, LoadRow, Question, new_reservation
 from warmfleet.fleet.client import connect
 from warmfleet.prompt.block_hashes import Hasher
 from warmfleet.protocol.wire import DIGEST_BYTES, Scheme
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
-        minutes=8,
+        minutes=18,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills, engines that draft tokens, hybrid engines; a table of what differs (`make vllm-matrix`)"
+            "prefills, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, lost batches, "
+            "resets and restarts; a table of what differs (`make vllm-matrix`)"
         ),
     ),
     pytest.mark.timeout(900),
@@ -49,6 +50,9 @@ pytestmark = [
 ROUNDS, REQUESTS, TOKENS = 4, 60, 600
 DRAFTED = 200  # requests to an engine that drafts tokens
 GROUPED = 150  # requests to each of these hybrid engines
+PREDICTED = 100  # requests to each engine with a tier, or with groups, after losses and restarts
+#: What a core has beside the blocks of full attention.
+BESIDE = {"tier": {"CORE_TIER": "300"}, "groups": {"CORE_GROUPS": "states and windows"}}
 HYBRIDS = ("sparse", "finer windows", "sparse states", "states", "states and windows", "chunks")
 #: Columns of the table: what a cell counts.
 CHECKS = {
@@ -63,6 +67,8 @@ CHECKS = {
     "NONE_HASH": "",
     "EAGLE": "predicted",
     "groups": "predicted",
+    "tier, after losses": "tables equal, predicted",
+    "groups, after losses": "tables equal, predicted",
     "server in": "",
     "ids for chats": "",
 }
@@ -94,10 +100,11 @@ def store() -> Iterator[str]:
 
 
 class Core:
-    """A process that runs ``core.py`` on the tree of one version."""
+    """A process that runs ``core.py`` on the tree of one version. beside: what it was told to have."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], beside: dict[str, str]) -> None:
         self._process = process
+        self.beside = beside
 
     async def ask(self, what: str, **more: Any) -> Any:
         return await asyncio.to_thread(self._ask, {"ask": what} | more)
@@ -130,7 +137,7 @@ def running(version: str, redis_url: str, log: Path, **more: str) -> Iterator[Co
         subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=told, text=True) as process,
     ):
         try:
-            core = Core(process)
+            core = Core(process, more)
             assert core.line() == {"version": version}
             yield core
         finally:
@@ -156,17 +163,22 @@ async def step(fleet: Fleet) -> WorkerView | None:
     return next(iter(await fleet.workers.read()), None)
 
 
-async def same(fleet: Fleet, table: list[str]) -> int:
-    """Wait until the index is this table, entry by entry; returns how many blocks it has."""
-    truth = {bytes.fromhex(key)[-12:-4] for key in table}
+async def same(fleet: Fleet, table: list[str], tier: list[str] | None = None) -> int:
+    """Wait until the index is this table, entry by entry, and that of the tier; returns how many blocks it has.
+
+    Of a table with several KV cache groups, the first counts, which is the one of full attention.
+    """
+    truth = [{bytes.fromhex(key)[-12:-4] for key in keys if key[-8:] == "00000000"} for keys in (table, tier or ())]
 
     async def equal() -> bool:
         view = await step(fleet)
-        held: Any = await fleet.redis.smembers(fleet.keys.slot(view.record["slot"])) if view else None
-        return bool(held == truth)
+        if view is None:
+            return False
+        slots = [view.record["slot"], view.record["sets"]["cpu"]["slot"] if tier is not None else 0]
+        return [await cast("Any", fleet.redis.smembers(fleet.keys.slot(slot))) for slot in slots] == truth
 
-    await poll(equal, 90, "index == the core's table")
-    return len(truth)
+    await poll(equal, 90, "index == the core's tables")
+    return len(truth[0])
 
 
 async def entries(fleet: Fleet) -> list[dict[bytes, bytes]]:
@@ -332,6 +344,82 @@ def test_what_is_predicted_for_hybrid_engines_is_cached(version: str, results: R
     assert {core["version"] for core in cores} == {version}
     assert [outcomes(core)[0]["exact"] for core in cores] == [GROUPED] * len(HYBRIDS)
     results.cells.setdefault(version, {})["groups"] = f"{GROUPED * len(HYBRIDS)} of {GROUPED * len(HYBRIDS)}"
+
+
+async def lose(fleet: Fleet, rng: random.Random) -> None:
+    """Delete a third of the entries that the core has sent and nobody has applied, but its join."""
+    stream = fleet.keys.events("core.0")
+
+    async def unapplied() -> list[bytes]:
+        return [name for name, entry in await cast("Any", fleet.redis.xrange(stream)) if entry[b"o"] != b"join"]
+
+    async def many() -> bool:
+        return len(await unapplied()) > 20
+
+    await poll(many, 90, "the core has reported its work")
+    found = await unapplied()
+    await fleet.redis.xdel(stream, *rng.sample(found, len(found) // 3))
+
+
+async def predicted_for(fleet: Fleet, hasher: Hasher, prompt: list[int]) -> tuple[int, int]:
+    """What decide says of a prompt: tokens that are held, and those of them that must be loaded from the tier."""
+    load: Any = fleet.redis
+    row = LoadRow.unpack(await load.hget(fleet.keys.load, "core.0"))
+    routable = replace(row, flags=row.flags | Flag.SERVER | Flag.URL | Flag.PROVEN)
+    await load.hset(fleet.keys.load, "core.0", routable.pack("core.0"))
+    ask = Question(new_reservation(1), (hasher.chain(prompt),), len(prompt), len(prompt) + 3)
+    decision = await fleet.bookings.decide(ask)
+    await fleet.bookings.settle(decision.reservation, "unsent")
+    return decision.matched_tokens, decision.tier_tokens
+
+
+async def foretell(core: Core, fleet: Fleet, rng: random.Random) -> int:
+    """Compare predictions with what the core finds cached, and loads; returns for how many prompts it found something.
+
+    Each prompt goes on from a part of an earlier one, and many end with a block.
+    """
+    known, right = [[0]], 0
+    told = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
+    for _ in range(PREDICTED):
+        await same(fleet, told["table"], told["tier"] if "CORE_TIER" in core.beside else None)
+        view = await step(fleet)
+        assert view is not None
+        head = rng.choice(known)
+        prompt = head[: rng.randrange(len(head) + 1)] + [rng.randrange(3, 8_000) for _ in range(rng.randrange(1, 400))]
+        if rng.random() < 0.4:
+            prompt = prompt[: len(prompt) // 32 * 32] or prompt
+        expected = await predicted_for(fleet, Hasher(Scheme.from_dict(view.record["scheme"])), prompt)
+        told = await core.ask("cached", prompt=prompt)
+        assert (told["cached"], told["loaded"]) == expected, (len(prompt), right)
+        known, right = [*known[-20:], prompt[:1_200]], right + (told["cached"] > 0)
+    return right
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_index_and_predictions_are_right_after_losses_resets_and_restarts(
+    version: str, beside: str, store: str, results: Results, tmp_path: Path
+) -> None:
+    rng, compared, right = random.Random(11), list[int](), 0
+    async with fleet_of(version, store) as fleet:
+        for life in (1, 2):  # the second process finds what Redis has of the first
+            with running(version, store, tmp_path / "log", CORE_SEED=str(life), **BESIDE[beside]) as core:
+                for what in ("work", "loss", "work", "reset", "work", "external reset", "work", "loss"):
+                    if what.endswith("reset"):
+                        told = await core.ask("reset", external=what != "reset")
+                        assert told["reset"]
+                    else:
+                        told = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
+                    if what == "loss":
+                        await lose(fleet, rng)
+                    compared.append(await same(fleet, told["table"], told["tier"] if beside == "tier" else None))
+                right += await foretell(core, fleet, rng) if life > 1 else 0
+        counts = await fleet.index.counts()
+    assert counts["resync_gap"] >= 4, "the lost batches were missed"
+    assert compared.count(0) == 4
+    assert right > PREDICTED // 2
+    cells = results.cells.setdefault(version, {})
+    cells[f"{beside}, after losses"] = f"{len(compared)} of {len(compared)}, {PREDICTED} of {PREDICTED}"
 
 
 async def test_look_ahead_hashes_are_those_of_0_33(store: str, tmp_path: Path) -> None:

@@ -123,6 +123,22 @@ def test_blocks_appear_when_copied_and_disappear_when_evicted_or_reset(vllm: Sim
     assert table() == hashes(1) == {each[-12:-4] for each in manager.chunks}
 
 
+@pytest.mark.parametrize(("tensors", "token_bytes"), [([6_400] * 2, 80), ([(6_400, 640)] * 2, 40), ([], 0)])
+def test_a_size_that_all_tensors_share_counts_once(
+    vllm: SimpleNamespace, tensors: list[int | tuple[int, int]], token_bytes: int
+) -> None:
+    """Since 0.29 each tensor has a stride, and the size of the memory of all."""
+    tiers, scheduler = CpuTiers(), scheduler_of(vllm.Manager())
+    tiers.hook(CONNECTOR)
+    scheduler.kv_cache_manager.kv_cache_config.kv_cache_tensors = [
+        SimpleNamespace(size=size) if isinstance(size, int) else SimpleNamespace(size=size[0], block_stride=size[1])
+        for size in tensors
+    ]
+    tier = tiers.find(scheduler, 16)
+    assert tier is not None
+    assert tier.bytes_per_token == token_bytes
+
+
 def test_a_manager_that_keeps_bound_methods_is_followed_in_a_multi_connector(vllm: SimpleNamespace) -> None:
     tiers = CpuTiers()
     tiers.hook(CONNECTOR)

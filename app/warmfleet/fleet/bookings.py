@@ -460,7 +460,7 @@ class Bookings:
             question.limits.packed if question.limits is not None else NOTHING,
             pack_bytes(question.session) if question.session else NOTHING,
             pack_names(question.only) if question.only else NOTHING,
-            _packed_last(chains),
+            _packed_ending(chains),
         ]
         for chain in chains:
             pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))
@@ -477,7 +477,7 @@ def _packed_scheme(scheme_id: int, block_tokens: int) -> bytes:
     return pack_int(scheme_id) + pack_int(block_tokens)
 
 
-def _packed_last(chains: Sequence[Chain]) -> bytes:
+def _packed_ending(chains: Sequence[Chain]) -> bytes:
     for chain in chains:
         if chain.last:
             return pack_bytes(b"".join([chain.last or NO_BLOCK for chain in chains]))

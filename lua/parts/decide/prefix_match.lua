@@ -7,10 +7,10 @@ reservations will make (x:<hash> at checkpoints, between them the chains c: of t
 
 Guarantee: only reads. Exact while each worker's set of blocks is prefix-closed. At most max_probes calls for confirmed
 blocks and 8 times as many for chains; beyond that a match is a lower bound and s.flagged is 1.
-Takes the state, the key prefix, last (argument of decide), prompt_tokens, max_probes, the position of the first chain in ARGV, the key of the
-leases' records, and the keys `sets` and `tiers`. Returns an error reply, or nil. If a candidate has tiers,
-decide/tiers adds what can be loaded from them; decide/groups cuts the matches of hybrid workers. Adds to the state, by
-candidate:
+Takes the state, the key prefix, two arguments of decide (ending, prompt_tokens), max_probes, the position of the first
+chain in ARGV, the key of the leases' records, and the keys `sets` and `tiers`. Returns an error reply, or nil. If a
+candidate has tiers, decide/tiers adds what can be loaded from them; decide/groups cuts the matches of hybrid workers.
+Adds to the state, by candidate:
   matched (tokens), confirmed (blocks), speculated (blocks; only if some blocks of the match are still to be computed)
   counted (true if a reservation, or a guess of an approximate worker's cache, has the same block 1 there)
   node (the block where this chain leaves a chain that is to be computed there), replace (whether x: of that block is
@@ -22,7 +22,7 @@ local max, min, format, tonumber = math.max, math.min, string.format, tonumber
 local HOPS_PER_PROBE, MAX_CHAIN_BYTES, NO_BLOCK = 8, 65536, ("\0"):rep(8)
 local checkpoints = include "decide/checkpoints"
 
-return function(s, prefix, last, prompt, max_probes, first_chain, lease_key, sets_key, tiers_key)
+return function(s, prefix, ending, prompt, max_probes, first_chain, lease_key, sets_key, tiers_key)
   local b, x = prefix .. "b:", prefix .. "x:"
   local matched, confirmed, speculated, counted, node, replace = {}, {}, {}, {}, {}, {} -- by candidate
   local chain_of, largest, flagged = {}, 1, 0
@@ -202,7 +202,7 @@ return function(s, prefix, last, prompt, max_probes, first_chain, lease_key, set
       end
     end
     local at = (c - first_chain) / 3 * 8
-    local hash = tiers and sub(last, at + 1, at + 8) or ""
+    local hash = tiers and sub(ending, at + 1, at + 8) or ""
     if hash ~= "" and hash ~= NO_BLOCK then
       tiers.note_last(b .. hash, n * size, min((n + 1) * size, prompt), s.by_slot[scheme] or {})
     end

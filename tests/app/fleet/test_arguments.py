@@ -128,7 +128,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "limits": bytes((0, 0, 0, 47, 0, 0, 0, 48)),
         "session": b"\3name",
         "only": "f,g",
-        "last": b"",
+        "ending": b"",
     }
     assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -181,7 +181,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         limits=b"",
         session=question.session,
         only=",".join(question.only),
-        last=b"".join(lasts) if any(chain.last for chain in question.chains) else b"",
+        ending=b"".join(lasts) if any(chain.last for chain in question.chains) else b"",
     )
     assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 

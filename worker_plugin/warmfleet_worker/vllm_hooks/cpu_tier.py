@@ -91,13 +91,20 @@ class CpuTiers:
             return None
         [(outer, manager)] = managers
         chunks = getattr(manager, "_num_chunks", None) or manager._num_blocks  # noqa: SLF001 - the latter in 0.28, 0.29
-        total = sum(int(tensor.size) for tensor in config.kv_cache_tensors)
         tracker = Tracker()
         setattr(manager, _FOLLOWED, tracker)
         store = None
         with swallow_errors("could not follow the tier behind CPU memory"):
             store = find_store(outer, block_tokens)
-        return CpuTier(tracker, int(chunks), total // int(config.num_blocks) // block_tokens, store)
+        return CpuTier(tracker, int(chunks), _block_bytes(config) // block_tokens, store)
+
+
+def _block_bytes(config: Any) -> int:
+    """Return the bytes of a block in the memory of a GPU, as the OffloadingConnector counts them."""
+    sizes = [int(tensor.size) for tensor in config.kv_cache_tensors]
+    # Since 0.29, and in 0.28 with packed layers, each tensor names the size of the memory that all of them share.
+    share = bool(sizes) and getattr(config.kv_cache_tensors[0], "block_stride", 0) > 0
+    return (sizes[0] if share else sum(sizes)) // int(config.num_blocks)
 
 
 def _offloading_schedulers(connector: Any) -> Iterator[Any]:
