@@ -165,7 +165,9 @@ class Core:
         return [bytes(key).hex() for key in blocks_of(pool)]
 
     def tier(self) -> list[str]:
-        return [bytes(key).hex() for key in tier_of(self.scheduler.connector.connector_scheduler.manager)] if TIER else []
+        return (
+            [bytes(key).hex() for key in tier_of(self.scheduler.connector.connector_scheduler.manager)] if TIER else []
+        )
 
 
 class Answers:

@@ -40,7 +40,7 @@ pytestmark = [
         minutes=18,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, lost batches, "
+            "prefills, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, losses, "
             "resets and restarts; a table of what differs (`make vllm-matrix`)"
         ),
     ),
