@@ -55,8 +55,10 @@ local FURTHER_SET = ">I4I4dB"
 local TIER = ">I4dBI4"
 local TIER_BYTES = 17
 local KIND_OF_ENDS = 0 -- the number of the kind `ends`; those of tiers are larger
--- Added to the number of a tier's kind if its engine loads the last block of a prompt, too, behind which is no token
+-- Added to the number of a tier's kind: its engine loads the last block of a prompt, too, behind which is no token; it
+-- loads also the last cached block, which it would compute once more if only its GPU held it (EAGLE)
 local LOADS_LAST = 128
+local LOADS_DROPPED = 64
 
 -- A label price: the slot of a worker that lacks a preferred label, and the seconds that its cost is raised by
 local LABEL_PRICE = ">I4d"

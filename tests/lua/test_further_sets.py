@@ -117,6 +117,20 @@ async def test_a_tier_that_loads_the_last_block_of_a_prompt_is_asked_for_it(
     assert (decision.matched_tokens, decision.tier_tokens) == (64 + last, last)
 
 
+@pytest.mark.parametrize(("loads", "kind"), [({}, 1), ({"loads_last": 1}, 129), ({"loads_dropped": 1}, 65)])
+async def test_what_a_tier_loads_besides_stands_with_its_kind(
+    store: aioredis.Redis, fleet: Fleet, loads: dict[str, int], kind: int
+) -> None:
+    reporter = ReportingWorker(store, fleet)
+    await reporter.join(sets={"cpu": SETS["cpu"] | loads, "ends": loads})
+    await reporter.applied()
+    [tier] = (await tiers(reporter)).values()
+    assert tier[2] == kind
+    [view] = await fleet.workers.read()
+    assert not set(loads) & set(view.record["sets"]["ends"])
+    assert all(view.record["sets"]["cpu"][name] == 1 for name in loads)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "ends"])
 async def test_cleared_gives_the_set_another_slot_and_leaves_the_others(reporter: ReportingWorker, kind: str) -> None:
     other = "cpu" if kind == "ends" else "ends"

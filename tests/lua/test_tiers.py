@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Candidate
 
-CPU, DISK, LOADS_LAST = 1, 2, 128
+CPU, DISK, LOADS_LAST, LOADS_DROPPED = 1, 2, 128, 64
 FAST, SLOW = 1e-6, 1e-3  # seconds to load a token; to compute one takes 1e-4
 TIERED = READY | Flag.SETS
 
@@ -29,9 +29,9 @@ async def tier(
     slot: of a tier that another worker reads, too.
     """
     several = slot > 0
-    slot = slot or 1000 * (kind % LOADS_LAST) + number
+    slot = slot or 1000 * (kind % LOADS_DROPPED) + number
     await keyspace.hold(slot, hashes, depth)
-    name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind % LOADS_LAST] }"
+    name = f"w{number}.0:{ {CPU: 'cpu', DISK: 'disk'}[kind % LOADS_DROPPED] }"
     store = cast("Any", keyspace.store)
     await store.hset(keyspace.keys.sets, name, struct.pack(">IIdB", slot, number, price, kind))
     users = await store.hget(keyspace.keys.tiers, slot) or b"" if several else b""
@@ -355,6 +355,37 @@ async def test_a_prompt_of_one_block_is_loaded_whole(keyspace: Keyspace, tiers: 
         await tier(keyspace, number, hashes, 1, kind=CPU + LOADS_LAST)
     decision = await keyspace.fleet.bookings.decide(keyspace.ask(**whole(keyspace, hashes)))
     assert (decision.matched_tokens, decision.tier_tokens) == (BLOCK, BLOCK)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("gpu", [0, 1, 4, 9, 10])
+@pytest.mark.parametrize("cpu", [0, 1, 4, 5, 9, 10])
+async def test_a_tier_loads_the_block_that_a_draft_model_drops(
+    keyspace: Keyspace, gpu: int, cpu: int, ends: bool
+) -> None:
+    """The chain has the blocks from the second on, because the GPU's last cached block is computed once more."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, gpu)
+    await tier(keyspace, 1, hashes, cpu, kind=CPU + LOADS_LAST + LOADS_DROPPED)
+    fields: dict[str, Any] = whole(keyspace, hashes) if ends else {"chains": (Chain(SCHEME, BLOCK, hashes),)}
+    prompt = fields["prompt_tokens"] = 11 * BLOCK + (0 if ends else 3)
+    row = (await explained(keyspace, **fields))["w1.0"]
+    on_gpu = min(gpu, 9) if ends else gpu
+    reach = max(on_gpu, cpu + 1 if cpu else 0)
+    assert (row.matched_tokens, row.tier_tokens) == (min(reach * BLOCK, prompt), (reach - on_gpu) * BLOCK)
+
+
+@pytest.mark.parametrize(("gap", "held"), [(0, 2), (2, 2), (5, 6)])
+async def test_a_gap_in_such_a_tier_ends_the_match(keyspace: Keyspace, gap: int, held: int) -> None:
+    """gap: the number of a block that the tier lacks, from 0. With 0 nothing is known of the tier."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 2)
+    slot = await tier(keyspace, 1, hashes, 9, kind=CPU + LOADS_LAST + LOADS_DROPPED)
+    await keyspace.drop(slot, hashes[8 * gap : 8 * gap + 8])
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes, extra_tokens=1 + BLOCK))
+    assert decision.matched_tokens == held * BLOCK
 
 
 async def test_a_prompt_that_is_held_whole_books_the_token_that_is_computed_again(keyspace: Keyspace) -> None:

@@ -52,7 +52,11 @@ DRAFTED = 200  # requests to an engine that drafts tokens
 GROUPED = 150  # requests to each of these hybrid engines
 PREDICTED = 100  # requests to each engine with a tier, or with groups, after losses and restarts
 #: What a core has beside the blocks of full attention.
-BESIDE = {"tier": {"CORE_TIER": "300"}, "groups": {"CORE_GROUPS": "states and windows"}}
+BESIDE = {
+    "tier": {"CORE_TIER": "300"},
+    "tier and drafts": {"CORE_TIER": "300", "CORE_DRAFT": ""},
+    "groups": {"CORE_GROUPS": "states and windows"},
+}
 HYBRIDS = ("sparse", "finer windows", "sparse states", "states", "states and windows", "chunks")
 #: Columns of the table: what a cell counts.
 CHECKS = {
@@ -68,6 +72,7 @@ CHECKS = {
     "EAGLE": "predicted",
     "groups": "predicted",
     "tier, after losses": "tables equal, predicted",
+    "tier and drafts, after losses": "tables equal, predicted",
     "groups, after losses": "tables equal, predicted",
     "server in": "",
     "ids for chats": "",
@@ -390,7 +395,9 @@ async def foretell(core: Core, fleet: Fleet, rng: random.Random) -> int:
             prompt = prompt[: len(prompt) // 32 * 32] or prompt
         expected = await predicted_for(fleet, Hasher(Scheme.from_dict(view.record["scheme"])), prompt)
         told = await core.ask("cached", prompt=prompt)
-        assert (told["cached"], told["loaded"]) == expected, (len(prompt), right)
+        # Chains for an engine that drafts tokens lack the first block, so a tier that has no other is not found.
+        unseen = "CORE_DRAFT" in core.beside and told["cached"] == told["loaded"] == 32
+        assert (told["cached"], told["loaded"]) == expected or unseen, (len(prompt), right)
         known, right = [*known[-20:], prompt[:1_200]], right + (told["cached"] > 0)
     return right
 
@@ -398,12 +405,13 @@ async def foretell(core: Core, fleet: Fleet, rng: random.Random) -> int:
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_index_and_predictions_are_right_after_losses_resets_and_restarts(
-    version: str, beside: str, store: str, results: Results, tmp_path: Path
+    version: str, beside: str, store: str, results: Results, tmp_path: Path, draft: Path
 ) -> None:
     rng, compared, right = random.Random(11), list[int](), 0
+    more = {name: value or str(draft) for name, value in BESIDE[beside].items()}
     async with fleet_of(version, store) as fleet:
         for life in (1, 2):  # the second process finds what Redis has of the first
-            with running(version, store, tmp_path / "log", CORE_SEED=str(life), **BESIDE[beside]) as core:
+            with running(version, store, tmp_path / "log", CORE_SEED=str(life), **more) as core:
                 for what in ("work", "loss", "work", "reset", "work", "external reset", "work", "loss"):
                     if what.endswith("reset"):
                         told = await core.ask("reset", external=what != "reset")
@@ -412,7 +420,7 @@ async def test_index_and_predictions_are_right_after_losses_resets_and_restarts(
                         told = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
                     if what == "loss":
                         await lose(fleet, rng)
-                    compared.append(await same(fleet, told["table"], told["tier"] if beside == "tier" else None))
+                    compared.append(await same(fleet, told["table"], told["tier"] if "CORE_TIER" in more else None))
                 right += await foretell(core, fleet, rng) if life > 1 else 0
         counts = await fleet.index.counts()
     assert counts["resync_gap"] >= 4, "the lost batches were missed"

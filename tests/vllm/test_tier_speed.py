@@ -1,6 +1,7 @@
-"""A real engine that offloads and drafts tokens: its tier is predicted by source, and its loads are priced as copies.
+"""A real engine that offloads: its tier is predicted by source, and its loads are priced as copies.
 
-On a GPU (tests/README.md, "On a GPU") the tier is vLLM's own, on the CPU that of ``truth/host_tier.py``.
+On a GPU (tests/README.md, "On a GPU") the tier is vLLM's own, and the engine drafts tokens, for which the CPU's lacks a
+package. On the CPU the tier is that of ``truth/host_tier.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ pytestmark = [
     pytest.mark.long(
         minutes=4,
         shows=(
-            "real vLLM with a tier and with drafts from the prompt, on the CPU and, where there is one, on a GPU with "
-            "vLLM's own offloading: predicted by source is what vLLM counts; seconds per byte beside a measured copy"
+            "real vLLM with a tier on the CPU, or on a GPU with vLLM's own offloading and drafts from the prompt: "
+            "predicted by source is what vLLM counts; seconds per byte beside a measured copy"
         ),
     ),
     pytest.mark.timeout(480),
@@ -46,9 +47,9 @@ COPIES_PER_LOAD = 20  # most times that a load of vLLM may take longer than a co
 async def test_loads_are_predicted_and_their_time_is_learned(device: str) -> None:
     if os.environ.get("ENGINE_DEVICE", "cpu") != device:
         pytest.skip(f"the engines of this run are not on the device {device}: set ENGINE_DEVICE (tests/README.md)")
-    tier = ("--kv-offloading-size", GIGABYTES, *DEVICE.loaded) if device == "cuda" else host_tier(4 * BLOCKS)
+    tier = ("--kv-offloading-size", GIGABYTES, *DEVICE.loaded, *DRAFTS) if device == "cuda" else host_tier(4 * BLOCKS)
     with server(valkey_binary()) as redis_url:
-        options = EngineOptions(redis_url=redis_url, blocks=BLOCKS, arguments=(*tier, *DRAFTS), start_s=240)
+        options = EngineOptions(redis_url=redis_url, blocks=BLOCKS, arguments=tier, start_s=240)
         with running(options) as [engine], replicas(redis_url, 1, engines=1) as [url]:
             fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
             async with httpx.AsyncClient(timeout=120) as client:

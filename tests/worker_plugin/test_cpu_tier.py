@@ -123,6 +123,18 @@ def test_blocks_appear_when_copied_and_disappear_when_evicted_or_reset(vllm: Sim
     assert table() == hashes(1) == {each[-12:-4] for each in manager.chunks}
 
 
+@pytest.mark.parametrize(("drops", "marked", "dropped"), [(False, False, 0), (True, True, 0), (True, False, 1)])
+def test_a_tier_without_marked_draft_layers_loads_the_block_that_the_engine_drops(
+    vllm: SimpleNamespace, *, drops: bool, marked: bool, dropped: int
+) -> None:
+    tiers, scheduler = CpuTiers(), scheduler_of(vllm.Manager())
+    tiers.hook(CONNECTOR)
+    scheduler.connector.connector_scheduler.config.kv_group_configs = [SimpleNamespace(is_eagle_group=marked)]
+    tier = tiers.find(scheduler, 16, drops=drops)
+    assert tier is not None
+    assert tier.announced().get("loads_dropped", 0) == dropped
+
+
 @pytest.mark.parametrize(("tensors", "token_bytes"), [([6_400] * 2, 80), ([(6_400, 640)] * 2, 40), ([], 0)])
 def test_a_size_that_all_tensors_share_counts_once(
     vllm: SimpleNamespace, tensors: list[int | tuple[int, int]], token_bytes: int

@@ -95,7 +95,7 @@ def reported(store: StoreTier) -> list[tuple[str, list[int]]]:
 
 def test_what_is_stored_found_and_missed_is_reported(tmp_path: Path) -> None:
     tier = FolderTier(tmp_path)
-    store = find_store(manager_of(tier), 50)
+    store = find_store(manager_of(tier), 50, {})
     assert store is not None
     assert store.bytes_per_token == BLOCK_BYTES // 50
     tier.submit_store(Job(1, [key(1), key(2)]))
@@ -114,7 +114,7 @@ def test_what_is_stored_found_and_missed_is_reported(tmp_path: Path) -> None:
 
 def test_the_time_to_load_a_byte_is_measured(tmp_path: Path) -> None:
     tier = FolderTier(tmp_path)
-    store = find_store(manager_of(tier), 50)
+    store = find_store(manager_of(tier), 50, {})
     assert store is not None
     for number in range(LEAST_LOADS):
         assert store.meter.ps_per_byte == 0
@@ -130,14 +130,14 @@ def test_the_time_to_load_a_byte_is_measured(tmp_path: Path) -> None:
 
 
 def test_other_tiers_are_not_reported_and_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert find_store(SimpleNamespace(), 16) is None
-    assert find_store(manager_of(), 16) is None
+    assert find_store(SimpleNamespace(), 16, {}) is None
+    assert find_store(manager_of(), 16, {}) is None
     assert not caplog.text
     peer = SimpleNamespace(tier_type="p2p")
-    assert find_store(manager_of(peer), 16) is None
-    assert find_store(manager_of(FolderTier(tmp_path), FolderTier(tmp_path)), 16) is None
+    assert find_store(manager_of(peer), 16, {}) is None
+    assert find_store(manager_of(FolderTier(tmp_path), FolderTier(tmp_path)), 16, {}) is None
     assert caplog.text.count("only a single one of type fs is reported") == 2
-    assert find_store(manager_of(FolderTier(tmp_path), peer), 16) is not None
+    assert find_store(manager_of(FolderTier(tmp_path), peer), 16, {}) is not None
     assert "p2p" in caplog.text
 
 
@@ -145,7 +145,7 @@ def test_a_vllm_that_differs_is_named_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(store_tier, "missing", lambda _part: "there is no such tier")
-    assert find_store(manager_of(FolderTier(tmp_path)), 16) is None
+    assert find_store(manager_of(FolderTier(tmp_path)), 16, {}) is None
     assert "there is no such tier: the blocks in its tier behind CPU memory are not reported" in caplog.text
 
 

@@ -33,6 +33,7 @@ local function sets(told, kinds)
         bytes_per_token = integer(set.bytes_per_token, 0, U31) and set.bytes_per_token or nil,
         promises_all = integer(set.promises_all, 0, 1) and set.promises_all or nil,
         loads_last = kind ~= "ends" and integer(set.loads_last, 0, 1) and set.loads_last or nil,
+        loads_dropped = kind ~= "ends" and integer(set.loads_dropped, 0, 1) and set.loads_dropped or nil,
         store = kind ~= "ends" and type(set.store) == "string" and set.store:match("^" .. ("%x"):rep(16) .. "$") or nil,
       }
     end

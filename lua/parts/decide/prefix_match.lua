@@ -156,7 +156,7 @@ return function(s, prefix, ending, prompt, max_probes, first_chain, lease_key, s
             others[#others + 1] = slots[m]
           end
         end
-        if others then holders = holders - tiers.note(others, block, tokens, by_slot, depth) end
+        if others then holders = holders - tiers.note(others, block, size, prompt, by_slot, depth) end
         if holders <= 0 then break end
       end
       if groups then
@@ -204,7 +204,7 @@ return function(s, prefix, ending, prompt, max_probes, first_chain, lease_key, s
     local at = (c - first_chain) / 3 * 8
     local hash = tiers and sub(ending, at + 1, at + 8) or ""
     if hash ~= "" and hash ~= NO_BLOCK then
-      tiers.note_last(b .. hash, n * size, min((n + 1) * size, prompt), s.by_slot[scheme] or {})
+      tiers.note_last(b .. hash, n, size, prompt, s.by_slot[scheme] or {})
     end
   end
   s.flagged, s.block, s.matched, s.speculated, s.confirmed = flagged, largest, matched, speculated, confirmed

@@ -10,12 +10,14 @@ more than the GPU. Returns nil if the fleet has no tier; else a table, the state
   of_chain(key, by_slot): the number that takes the place of the size of the first block's set, of this key, and a
     function from the key of a block to its number: it counts tiers, and only those that hold the first block, apart
     from all others, because only a GPU's set is prefix-closed. by_slot: of the chain's scheme
-  note(slots, block, tokens, by_slot, depth): notes that these slots, which are no candidates', hold the chain up to a
-    block, or these tokens, if they are tiers; the deepest block comes first. depth: blocks that the candidates hold,
-    as far as this is known by now. Returns how many of the slots were not noted before
-  note_last(key, tokens, prompt, by_slot): notes the tiers that hold the block with which the prompt ends, of this key.
-    An engine whose GPU, or tiers before that, hold all of the prompt up to this block (tokens) loads it, too, although
-    it computes the last token once more (prompt: all tokens). A GPU's own last block is never used for that
+  note(slots, block, size, prompt, by_slot, depth): notes that these slots, which are no candidates', hold the chain up
+    to a block, if they are tiers; the deepest block comes first. size: tokens of a block. prompt: tokens of the prompt.
+    depth: blocks that the candidates hold, as far as this is known by now. Returns how many of the slots were not noted
+    before. The chain of an engine that computes its last cached block once more begins with the prompt's second block:
+    a tier that has also the block before that (LOADS_DROPPED) gives one block more
+  note_last(key, blocks, size, prompt, by_slot): notes the tiers that hold the block of this key, with which the prompt
+    ends, behind a chain of so many blocks. An engine whose GPU, or tiers before that, hold all of the prompt up to this
+    block loads it, too, although it computes the last token once more. A GPU's own last block is never used for that
   extend(matched): to be called when all chains are noted: adds what tiers hold to the matches. Before that, nothing
     below is set; a candidate is in these tables if its tiers hold a part of the prompt
   held        tokens that a candidate holds without its tiers; who changes this must call load(i)
@@ -27,15 +29,15 @@ more than the GPU. Returns nil if the fleet has no tier; else a table, the state
     before them; returns whether there was none. verify: of decide/verified_choice
   seen        candidate, tokens and seconds as the last choice saw them (decide/verified_choice)
 --]]
-local call, unpack_from = redis.call, struct.unpack
+local call, unpack_from, min = redis.call, struct.unpack, math.min
 local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tier adds 1
 local FEW = 16 -- most tiers in the fleet for which each is asked for, at each block that is looked at
-local SLOT, BLOCKS, TOKENS, SECONDS, KIND = 1, 2, 3, 4, 5 -- positions in the list of a tier
+local SLOT, BLOCKS, TOKENS, SECONDS, KIND, MORE = 1, 2, 3, 4, 5, 6 -- positions in the list of a tier
 
 return function(tiers_key, count, all_closed)
   if count == 0 then return nil end
   local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted for this chain
-  local last = {} -- by candidate: the fastest tier that holds the last block: tokens before it, all, seconds, kind
+  local last = {} -- by candidate: the fastest tier that holds the last block: from and to which token, seconds, kind
   local tiers = { held = {}, tokens = {}, seconds = {}, kind = {} }
   local few, users = count <= FEW and {}, {} -- slots of all tiers, if they are few; users by slot
   local all = few and call("HGETALL", tiers_key) or {}
@@ -76,18 +78,19 @@ return function(tiers_key, count, all_closed)
     return by_reading(first, by_slot)
   end
 
-  -- Call visit(candidate, seconds, kind, whether it loads a prompt's last block) for each candidate that reads a tier.
+  -- Call visit(candidate, seconds, kind, blocks that it gives beyond the chain's, whether it loads a prompt's last
+  -- block) for each candidate that reads a tier.
   local function each_reader(packed, by_slot, visit)
     local at = 1
     while packed and at <= #packed do
       local main, seconds, kind, _
       main, seconds, kind, _, at = unpack_from(TIER, packed, at)
-      local i, loads_last = by_slot[main], kind >= LOADS_LAST
-      if i then visit(i, seconds, loads_last and kind - LOADS_LAST or kind, loads_last) end
+      local i, loads_last, dropped = by_slot[main], kind >= LOADS_LAST, kind % LOADS_LAST >= LOADS_DROPPED
+      if i then visit(i, seconds, kind % LOADS_DROPPED, dropped and 1 or 0, loads_last) end
     end
   end
 
-  function tiers.note(slots, block, tokens, by_slot, depth)
+  function tiers.note(slots, block, size, prompt, by_slot, depth)
     local new = {}
     for _, slot in ipairs(slots) do
       if not seen[slot] then
@@ -96,24 +99,25 @@ return function(tiers_key, count, all_closed)
     end
     local found = few and users or new[1] and call("HMGET", tiers_key, unpack(new)) or {}
     for k, slot in ipairs(new) do
-      each_reader(found[few and slot or k], by_slot, function(i, seconds, kind)
-        if all_closed and depth[i] then return end
+      each_reader(found[few and slot or k], by_slot, function(i, seconds, kind, more)
+        if all_closed and depth[i] and more == 0 then return end
         of[i] = of[i] or {}
-        table.insert(of[i], { slot + 0, block, tokens, seconds, kind })
+        table.insert(of[i], { slot + 0, block, min((block + more) * size, prompt), seconds, kind, more })
       end)
     end
     return #new
   end
 
-  function tiers.note_last(key, tokens, prompt, by_slot)
+  function tiers.note_last(key, blocks, size, prompt, by_slot)
     local slots = few or call("SMEMBERS", key)
     if not slots[1] then return end
     local holds, readers = few and call("SMISMEMBER", key, unpack(few)), few or call("HMGET", tiers_key, unpack(slots))
     for k, slot in ipairs(slots) do
       local packed = few and holds[k] == 1 and users[slot] or not few and readers[k]
-      each_reader(packed, by_slot, function(i, seconds, kind, loads_last)
+      each_reader(packed, by_slot, function(i, seconds, kind, more, loads_last)
         if loads_last and not (last[i] and last[i].seconds <= seconds) then
-          last[i] = { tokens = tokens, prompt = prompt, seconds = seconds, kind = kind }
+          local from = (blocks + more) * size
+          last[i] = { from = from, to = min(from + size, prompt), seconds = seconds, kind = kind }
         end
       end)
     end
@@ -129,8 +133,8 @@ return function(tiers_key, count, all_closed)
         end
       end
       local behind = last[i]
-      if behind and tokens == behind.tokens then
-        seconds, tokens = seconds + (behind.prompt - tokens) * behind.seconds, behind.prompt
+      if behind and tokens == behind.from then
+        seconds, tokens = seconds + (behind.to - tokens) * behind.seconds, behind.to
         tiers.kind[i] = behind.kind
       end
       tiers.tokens[i], tiers.seconds[i], matched[i] = tokens > held and tokens - held or nil, seconds, tokens
@@ -147,11 +151,12 @@ return function(tiers_key, count, all_closed)
   function tiers.whole(i, verify, hashes, block_tokens, prompt)
     local from, whole = math.floor(tiers.held[i] / block_tokens), true
     for _, tier in ipairs(of[i]) do
-      local blocks = tier[BLOCKS]
-      if blocks > from then
-        from = verify(tier[SLOT], hashes, blocks, from)
+      local blocks, begin = tier[BLOCKS], from
+      if blocks > begin then
+        from = verify(tier[SLOT], hashes, blocks, begin)
         if from < blocks then
-          whole, tier[BLOCKS], tier[TOKENS] = false, from, math.min(from * block_tokens, prompt)
+          local more = from > begin and tier[MORE] or 0
+          whole, tier[BLOCKS], tier[TOKENS] = false, from, min((from + more) * block_tokens, prompt)
         end
       end
     end

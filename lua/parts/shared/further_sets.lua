@@ -61,6 +61,7 @@ return function(keys, worker_id)
       local seconds = set and (set.bytes_per_token or 0) * (set.ps_per_byte or known.ps_per_byte) / 1e12
       if kind == "ends" then seconds = set and set.promises_all or 0 end
       local number = known.number + (set and set.loads_last == 1 and LOADS_LAST or 0)
+        + (set and set.loads_dropped == 1 and LOADS_DROPPED or 0)
       local packed = set and struct.pack(FURTHER_SET, set.slot, slot, seconds, number)
       if packed then call("HSET", sets_key, worker_id .. ":" .. kind, packed) end
       if packed and set.store then

@@ -195,7 +195,8 @@ INTERNALS = (
     Internal(Part.TIER, "vllm.v1.kv_offload.base:PrepareStoreOutput", ("evicted_keys",)),
     Internal(Part.TIER, f"{_TIERING}.manager:TieringOffloadingManager", ("primary_tier", "secondary_tiers")),
     Internal(Part.TIER, f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler", ("config", "manager")),
-    Internal(Part.TIER, f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", ("blocks_per_chunk",)),
+    Internal(Part.TIER, f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig", ("blocks_per_chunk", "kv_group_configs")),
+    Internal(Part.TIER, f"{_OFFLOADING}.scheduler:GroupOffloadConfig", ("is_eagle_group",)),
     Internal(
         Part.TIER,
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats",

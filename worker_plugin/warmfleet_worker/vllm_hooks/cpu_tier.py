@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_worker.load_meter import LoadMeter
 from warmfleet_worker.protocol import wire
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse
-from warmfleet_worker.vllm_hooks.store_tier import LOADS_LAST, StoreTier, find_store
+from warmfleet_worker.vllm_hooks.store_tier import StoreTier, find_store
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 logger = logging.getLogger("vllm.warmfleet")
 
@@ -31,18 +31,19 @@ _FAILED = "could not follow the tier in CPU memory"
 
 @dataclass(frozen=True, slots=True)
 class CpuTier:
-    """A tier that is followed. bytes_per_token: in the memory of one GPU, because GPUs load side by side. store: the
-    folder behind it, if there is one.
+    """A tier that is followed. bytes_per_token: in the memory of one GPU, because GPUs load side by side. loads: which
+    blocks the engine loads, too, that it would compute if only its GPU held them. store: the folder behind it, if there
+    is one.
     """
 
     tracker: Tracker
     capacity_blocks: int
     bytes_per_token: int
+    loads: Mapping[str, int] = field(default_factory=dict)
     store: StoreTier | None = None
 
     def announced(self) -> dict[str, int]:
-        capacity = {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token}
-        return capacity | {"loads_last": LOADS_LAST}
+        return {"capacity_blocks": self.capacity_blocks, "bytes_per_token": self.bytes_per_token, **self.loads}
 
 
 class CpuTiers:
@@ -70,8 +71,11 @@ class CpuTiers:
             counts = functools.partial(_increase_counter, self.meter, metrics._TransferMetricName)  # noqa: SLF001 - names
             wrap(metrics.OffloadingConnectorStats, "increase_counter", counts)
 
-    def find(self, scheduler: Any, block_tokens: int) -> CpuTier | None:
-        """Follow this Scheduler's tier from now on; None if it has none, or one whose keys are not its blocks'."""
+    def find(self, scheduler: Any, block_tokens: int, *, drops: bool = False) -> CpuTier | None:
+        """Follow this Scheduler's tier from now on; None if it has none, or one whose keys are not its blocks'.
+
+        drops: the engine computes its last cached block once more, for a draft model.
+        """
         schedulers = list(_offloading_schedulers(getattr(scheduler, "connector", None)))
         if not schedulers:
             return None
@@ -93,10 +97,20 @@ class CpuTiers:
         chunks = getattr(manager, "_num_chunks", None) or manager._num_blocks  # noqa: SLF001 - the latter in 0.28, 0.29
         tracker = Tracker()
         setattr(manager, _FOLLOWED, tracker)
-        store = None
+        loads, store = _loads(schedulers[0].config, drops=drops), None
         with swallow_errors("could not follow the tier behind CPU memory"):
-            store = find_store(outer, block_tokens)
-        return CpuTier(tracker, int(chunks), _block_bytes(config) // block_tokens, store)
+            store = find_store(outer, block_tokens, loads)
+        return CpuTier(tracker, int(chunks), _block_bytes(config) // block_tokens, loads, store)
+
+
+def _loads(config: Any, *, drops: bool) -> dict[str, int]:
+    """Return which blocks this OffloadingConnector of a model with one group of full attention loads besides.
+
+    All versions look for all whole blocks of a prompt. Since 0.30 the cache of a draft model may be no group that vLLM
+    marks. Then the connector drops no block for its sake, although the engine's own cache does.
+    """
+    dropped = drops and not config.kv_group_configs[0].is_eagle_group
+    return {"loads_last": 1} | ({"loads_dropped": 1} if dropped else {})
 
 
 def _block_bytes(config: Any) -> int:

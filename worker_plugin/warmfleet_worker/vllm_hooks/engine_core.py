@@ -176,7 +176,8 @@ class SchedulerReporter:
         self._tier: CpuTier | None = None
         if tiers is not None and group.matched:
             with swallow_errors("could not follow the tier in CPU memory"):
-                self._tier = tiers.find(scheduler, group.block_tokens)
+                drops = drops_last_block(scheduler.vllm_config)
+                self._tier = tiers.find(scheduler, group.block_tokens, drops=drops)
         self._left: frozenset[str] = frozenset()  # ids of requests reserved in a pool that this engine has left
         self._publisher: WorkerPublisher | None = None
         self._make_config = functools.partial(publisher_config, scheduler.vllm_config, redis_url, group)

@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.warmfleet")
 
-#: In all versions the OffloadingConnector of a model with full attention looks for all whole blocks of a prompt.
-LOADS_LAST = 1
 MARK = "warmfleet-store"  # name of the file with the mark
 _MARK_FORM = re.compile(r"[0-9a-f]{32}")
 MARK_SECONDS = 2.0  # longest time until the engine that makes the file has written the mark into it
@@ -42,13 +40,16 @@ MARK_SECONDS = 2.0  # longest time until the engine that makes the file has writ
 
 @dataclass(frozen=True, slots=True)
 class StoreTier:
-    """A folder that is followed. folder: where the mark is. rank: the number at the end of the folder of its blocks."""
+    """A folder that is followed. folder: where the mark is. rank: the number at the end of the folder of its blocks.
+    loads: as in ``CpuTier``.
+    """
 
     findings: Findings
     meter: LoadMeter
     bytes_per_token: int
     folder: Path
     rank: int
+    loads: Mapping[str, int] = field(default_factory=dict)
 
     def announced(self, scheme_id: int) -> Mapping[str, int | str]:
         """Return the announcement. Not for the engine's thread, because the folder may be slow."""
@@ -57,7 +58,7 @@ class StoreTier:
             logger.warning("warmfleet: %s has no mark: routers take it for this engine's own", self.folder)
         name = f"{mark or secrets.token_hex(16)} {self.rank} {scheme_id}"
         store = hashlib.sha256(name.encode()).hexdigest()[:16]
-        return {"bytes_per_token": self.bytes_per_token, "loads_last": LOADS_LAST, "store": store}
+        return {"bytes_per_token": self.bytes_per_token, "store": store, **self.loads}
 
 
 def mark_of(folder: Path) -> str:
@@ -76,7 +77,7 @@ def mark_of(folder: Path) -> str:
         time.sleep(0.05)
 
 
-def find_store(manager: Any, block_tokens: int) -> StoreTier | None:
+def find_store(manager: Any, block_tokens: int, loads: Mapping[str, int]) -> StoreTier | None:
     """Follow the folder behind this manager's tier in CPU memory from now on; None if there is none, or several."""
     tiers = getattr(manager, "secondary_tiers", ())
     if not tiers:
@@ -97,7 +98,12 @@ def find_store(manager: Any, block_tokens: int) -> StoreTier | None:
     block_bytes = int(manager.primary_tier.get_kv_memoryview().strides[0])
     mapper = tier.file_mapper
     store = StoreTier(
-        Findings(hash_of_key(0)), LoadMeter(), block_bytes // block_tokens, Path(mapper.base_path), int(mapper.rank)
+        Findings(hash_of_key(0)),
+        LoadMeter(),
+        block_bytes // block_tokens,
+        Path(mapper.base_path),
+        int(mapper.rank),
+        loads,
     )
     _follow(tier, store, block_bytes)
     return store

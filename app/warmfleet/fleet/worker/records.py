@@ -143,7 +143,7 @@ WORKER: dict[str, Check] = {
     "sets": _object_of(
         _fields(
             **dict.fromkeys(("slot", "capacity_blocks", "bytes_per_token", "ps_per_byte"), _count),
-            **dict.fromkeys(("promises_all", "loads_last"), _count),
+            **dict.fromkeys(("promises_all", "loads_last", "loads_dropped"), _count),
             store=_text,
         )
     ),
