@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HERE = Path(__file__).parents[2]
-CONSTANTS_AT, SESSION_AT, ONLY_AT = 2, 18, 19  # among decide's arguments
+CONSTANTS_AT, SESSION_AT, ONLY_AT, ENDING_AT = 2, 18, 19, 20  # among decide's arguments
 SESSION_FOUND_AT, LOADS_AT = 13, 14  # in its answer
 NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
@@ -100,6 +100,8 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
         known = dict(zip((*FIELDS, "prices"), values, strict=True))
         head = record.pack(self.version, *(known[name] for name in (*self.fields, "prices")))
         fitted = [*ours[:CONSTANTS_AT], head + packed[RECORD.size :], *ours[CONSTANTS_AT + 1 :]]
+        if "only, ending" not in self.texts["decide"]:
+            del fitted[ENDING_AT]
         if "local only" not in self.texts["decide"]:
             del fitted[ONLY_AT]
         return fitted if self.takes_session else fitted[:SESSION_AT] + fitted[SESSION_AT + 1 :]
@@ -368,7 +370,7 @@ def random_call(rng: random.Random, name: str, *, excludes: bool = True) -> list
         KEYS.prefix, name, constants.packed, policy, prompt, prompt + rng.choice((0, 300, 40_000)),
         rng.choice((0, 0, 0, 1, 2)), excluded, rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
-        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "", "",
+        rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "", "", "",
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),
         *((8, 2 * BLOCK_TOKENS, chain[: len(chain) // 16 * 8]) if rare() < 0.2 else ()),
     ]  # fmt: skip
