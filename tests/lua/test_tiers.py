@@ -203,6 +203,37 @@ async def test_a_gap_in_the_chosen_workers_tier_is_found(keyspace: Keyspace, gap
     assert (decision.matched_tokens, decision.tier_tokens) == (whole * BLOCK, (whole - 2) * BLOCK)
 
 
+@pytest.mark.parametrize("others", [0, 20])  # tiers of other workers: few are asked for, many are read
+@pytest.mark.parametrize(("begin", "end", "held"), [(2, 9, 9), (4, 9, 9), (5, 9, 4), (1, 4, 4)])
+async def test_a_tier_that_lacks_the_beginning_continues_the_gpu_of_the_chosen_worker(
+    keyspace: Keyspace, begin: int, end: int, held: int, others: int
+) -> None:
+    """vLLM touches no block in the tier that its GPU serves, so the tier may evict the beginning of a prompt."""
+    await keyspace.workers(1 + others, flags=TIERED)
+    for number in range(2, 2 + others):
+        await tier(keyspace, number, keyspace.chain(3), 3)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 4)
+    slot = await tier(keyspace, 1, hashes, 0)
+    await keyspace.hold(slot, hashes[8 * begin : 8 * end])
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+    assert decision.worker_id == "w1.0"
+    assert (decision.matched_tokens, decision.tier_tokens) == (held * BLOCK, (held - 4) * BLOCK)
+    assert decision.tier_s == pytest.approx((held - 4) * BLOCK * FAST, abs=1e-6)
+
+
+@pytest.mark.parametrize(("begin", "held"), [(3, 9), (4, 4), (2, 9)])
+async def test_such_a_tier_loads_the_block_that_a_draft_model_drops(keyspace: Keyspace, begin: int, held: int) -> None:
+    """begin: the number of the tier's first block, from 0; the GPU's last is number 3."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(10)
+    await keyspace.hold(1, hashes, 4)
+    slot = await tier(keyspace, 1, hashes, 0, kind=CPU + LOADS_LAST + LOADS_DROPPED)
+    await keyspace.hold(slot, hashes[8 * begin : 8 * 8])
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes, extra_tokens=1 + BLOCK))
+    assert (decision.matched_tokens, decision.tier_tokens) == (held * BLOCK, (held - 4) * BLOCK)
+
+
 async def test_a_tier_closes_gaps_of_a_gpu_that_is_not_prefix_closed(keyspace: Keyspace) -> None:
     await keyspace.workers(1, flags=TIERED - Flag.CLOSED)
     hashes = keyspace.chain(10)
@@ -347,6 +378,16 @@ async def test_the_last_block_counts_only_where_all_before_it_is_held(keyspace: 
     assert (decision.matched_tokens, decision.tier_tokens) == (4 * BLOCK, 4 * BLOCK)
 
 
+async def test_two_blocks_of_an_engine_that_drafts_are_loaded_whole(keyspace: Keyspace) -> None:
+    """Its chain has none of them."""
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(1)
+    await tier(keyspace, 1, hashes, 1, kind=CPU + LOADS_LAST + LOADS_DROPPED)
+    fields = whole(keyspace, hashes) | {"prompt_tokens": 2 * BLOCK}
+    decision = await keyspace.fleet.bookings.decide(keyspace.ask(**fields))
+    assert (decision.matched_tokens, decision.tier_tokens) == (2 * BLOCK, 2 * BLOCK)
+
+
 @pytest.mark.parametrize("tiers", [1, 20])
 async def test_a_prompt_of_one_block_is_loaded_whole(keyspace: Keyspace, tiers: int) -> None:
     await keyspace.workers(tiers, flags=TIERED)
@@ -376,9 +417,9 @@ async def test_a_tier_loads_the_block_that_a_draft_model_drops(
     assert (row.matched_tokens, row.tier_tokens) == (min(reach * BLOCK, prompt), (reach - on_gpu) * BLOCK)
 
 
-@pytest.mark.parametrize(("gap", "held"), [(0, 2), (2, 2), (5, 6)])
+@pytest.mark.parametrize(("gap", "held"), [(0, 10), (1, 2), (2, 3), (5, 6)])
 async def test_a_gap_in_such_a_tier_ends_the_match(keyspace: Keyspace, gap: int, held: int) -> None:
-    """gap: the number of a block that the tier lacks, from 0. With 0 nothing is known of the tier."""
+    """gap: the number of a block that the tier lacks, from 0. The GPU's last, number 1, must be loaded to go on."""
     await keyspace.workers(1, flags=TIERED)
     hashes = keyspace.chain(10)
     await keyspace.hold(1, hashes, 2)

@@ -28,7 +28,7 @@ return function(s, prefix, ending, prompt, max_probes, first_chain, lease_key, s
   local chain_of, largest, flagged = {}, 1, 0
   local tier_count = s.has_sets and call("HLEN", tiers_key)
   local groups = tier_count and (include "decide/groups")(prefix, sets_key, tier_count)
-  local tiers = tier_count and (include "decide/tiers")(tiers_key, tier_count, not groups and not s.has_open)
+  local tiers = tier_count and (include "decide/tiers")(sets_key, tiers_key, tier_count, not groups and not s.has_open)
   local probes, hops = max_probes, HOPS_PER_PROBE * max_probes -- calls left for confirmed blocks, chains
 
   -- Find the blocks that may be the last that some worker holds of the chain, deepest first. The deeper a block, the

@@ -3,10 +3,11 @@ decide/tiers: finds how much of the prompt each candidate can load from its tier
 what its GPU has of a prompt, then a tier that holds the blocks behind that.
 
 Guarantee: only reads. What a GPU holds is found as exactly as without tiers, whatever tiers hold. Of a tier a lower
-bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any.
-Takes the key `tiers` (by slot of a tier: TIER of each worker that reads it), the number of its tiers, and whether the
-sets of all candidates are prefix-closed and count up to each of their blocks: then a tier counts only where it holds
-more than the GPU. Returns nil if the fleet has no tier; else a table, the state's `tiers`:
+bound is found: it counts only if it holds the prompt's first block, too, and up to a gap, if it has any; but of the
+candidate that is chosen all is found that it can load.
+Takes the keys `sets` and `tiers` (by slot of a tier: TIER of each worker that reads it), the number of its tiers, and
+whether the sets of all candidates are prefix-closed and count up to each of their blocks: then a tier counts only where
+it holds more than the GPU. Returns nil if the fleet has no tier; else a table, the state's `tiers`:
   of_chain(key, by_slot): the number that takes the place of the size of the first block's set, of this key, and a
     function from the key of a block to its number: it counts tiers, and only those that hold the first block, apart
     from all others, because only a GPU's set is prefix-closed. by_slot: of the chain's scheme
@@ -27,6 +28,9 @@ more than the GPU. Returns nil if the fleet has no tier; else a table, the state
   kind        number of the kind of the tier that reaches farthest
   whole(i, verify, hashes, block_tokens, prompt): cuts the candidate's tiers at their first gap behind what is held
     before them; returns whether there was none. verify: of decide/verified_choice
+  beyond(i, matched, worker, verify, hashes, block_tokens, prompt): looks in the tiers of this candidate, whose id is
+    `worker`, for blocks that follow what it holds: also in one that lacks the prompt's first block, as may be once the
+    GPU has served that for long. For the candidate that is chosen, because it takes two calls
   seen        candidate, tokens and seconds as the last choice saw them (decide/verified_choice)
 --]]
 local call, unpack_from, min = redis.call, struct.unpack, math.min
@@ -34,7 +38,7 @@ local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tie
 local FEW = 16 -- most tiers in the fleet for which each is asked for, at each block that is looked at
 local SLOT, BLOCKS, TOKENS, SECONDS, KIND, MORE = 1, 2, 3, 4, 5, 6 -- positions in the list of a tier
 
-return function(tiers_key, count, all_closed)
+return function(sets_key, tiers_key, count, all_closed)
   if count == 0 then return nil end
   local of, seen = {}, {} -- tiers by candidate, the fastest first; slots (as texts) that were noted for this chain
   local last = {} -- by candidate: the fastest tier that holds the last block: from and to which token, seconds, kind
@@ -116,8 +120,9 @@ return function(tiers_key, count, all_closed)
       local packed = few and holds[k] == 1 and users[slot] or not few and readers[k]
       each_reader(packed, by_slot, function(i, seconds, kind, more, loads_last)
         if loads_last and not (last[i] and last[i].seconds <= seconds) then
-          local from = (blocks + more) * size
-          last[i] = { from = from, to = min(from + size, prompt), seconds = seconds, kind = kind }
+          local from = blocks > 0 and (blocks + more) * size or 0
+          local to = min((blocks + more + 1) * size, prompt)
+          last[i] = { from = from, to = to, seconds = seconds, kind = kind }
         end
       end)
     end
@@ -161,6 +166,27 @@ return function(tiers_key, count, all_closed)
       end
     end
     return whole
+  end
+
+  function tiers.beyond(i, matched, worker, verify, hashes, block_tokens, prompt)
+    local of_worker, new = call("HMGET", sets_key, worker .. ":cpu", worker .. ":disk"), {}
+    local reach = matched[i] or 0
+    for k = 1, 2 do
+      if of_worker[k] then
+        local slot, _, seconds, kind = unpack_from(FURTHER_SET, of_worker[k])
+        local more = kind % LOADS_LAST >= LOADS_DROPPED and 1 or 0
+        local from = math.floor(reach / block_tokens) - more
+        local block = from >= 0 and verify(slot, hashes, #hashes / 8, from) or 0
+        if block > from and block > 0 then
+          reach = min((block + more) * block_tokens, prompt)
+          new[#new + 1] = { slot, block, reach, seconds, kind % LOADS_DROPPED, more }
+        end
+      end
+    end
+    if not new[1] then return end
+    tiers.held[i], of[i] = tiers.held[i] or matched[i] or 0, of[i] or {}
+    for _, tier in ipairs(new) do table.insert(of[i], tier) end
+    tiers.load(i)
   end
 
   return tiers

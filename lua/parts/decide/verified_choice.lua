@@ -5,11 +5,12 @@ A match is found by bisection, which is exact only while a worker's set of block
 predecessors). If a chosen worker's set is not, its reverse set (s:) tells how many blocks it holds without a gap, of at
 most 2048 blocks; beyond these the match is a lower bound and s.flagged is 1. The choice is repeated twice at most.
 
-So it is with the tiers of a chosen worker (decide/tiers), from the end of what its GPU holds.
+So it is with the tiers of a chosen worker (decide/tiers), from the end of what its GPU holds. Then they are asked for
+what follows.
 
 Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
-and s.confirmed if blocks are missing. Returns the candidate, one word why, and its match as the choice saw it; the
-part of the match that it must load, as the choice saw that, is s.tiers.seen.
+and s.confirmed if blocks are missing; prolongs s.matched by what tiers add. Returns the candidate, one word why, and its
+match as the choice saw it; the part of the match that it must load, as the choice saw that, is s.tiers.seen.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local min, band = math.min, bit.band
@@ -34,12 +35,12 @@ return function(s, prefix, choose)
     return whole
   end
 
-  local w, why, match_seen
+  local w, why, match_seen, chain
   for _ = 1, MAX_CHOICES do
     w, why = choose(s)
     local slot, flags, scheme = unpack_from(ROW_SLOT_TO_SCHEME, s.rows[w], SLOT_AT)
     local c, depth = s.chain_of[scheme], s.confirmed[w]
-    match_seen = matched[w] or 0
+    match_seen, chain = matched[w] or 0, c
     local tiers = s.tiers
     if tiers then tiers.seen = { candidate = w, tokens = tiers.tokens[w], seconds = tiers.seconds[w] } end
     tiers = tiers and tiers.held[w] and c and tiers -- without a chain a tier has nothing but the prompt's last block
@@ -57,6 +58,9 @@ return function(s, prefix, choose)
     if tiers then is_whole = tiers.whole(w, verify, ARGV[c + 2], ARGV[c + 1], s.prompt) and is_whole end
     if is_whole then break end
     if tiers then tiers.load(w) end
+  end
+  if s.tiers and chain and matched[w] and not s.speculated[w] then
+    s.tiers.beyond(w, matched, sub(s.rows[w], WORKER_ID_AT), verify, ARGV[chain + 2], ARGV[chain + 1], s.prompt)
   end
   return w, why, match_seen
 end
