@@ -33,7 +33,7 @@ it holds more than the GPU. Returns nil if the fleet has no tier; else a table, 
     GPU has served that for long. For the candidate that is chosen, because it takes two calls
   seen        candidate, tokens and seconds as the last choice saw them (decide/verified_choice)
 --]]
-local call, unpack_from, min = redis.call, struct.unpack, math.min
+local call, unpack_from, min, max = redis.call, struct.unpack, math.min, math.max
 local CANDIDATE = 65536 -- what a candidate adds to the number of a block; a tier adds 1
 local FEW = 16 -- most tiers in the fleet for which each is asked for, at each block that is looked at
 local SLOT, BLOCKS, TOKENS, SECONDS, KIND, MORE = 1, 2, 3, 4, 5, 6 -- positions in the list of a tier
@@ -154,16 +154,16 @@ return function(sets_key, tiers_key, count, all_closed)
   end
 
   function tiers.whole(i, verify, hashes, block_tokens, prompt)
-    local from, whole = math.floor(tiers.held[i] / block_tokens), true
+    local reach, whole = tiers.held[i], true
     for _, tier in ipairs(of[i]) do
-      local blocks, begin = tier[BLOCKS], from
-      if blocks > begin then
-        from = verify(tier[SLOT], hashes, blocks, begin)
-        if from < blocks then
-          local more = from > begin and tier[MORE] or 0
-          whole, tier[BLOCKS], tier[TOKENS] = false, from, min((from + more) * block_tokens, prompt)
-        end
+      local blocks, more = tier[BLOCKS], tier[MORE]
+      local begin = max(0, math.floor(reach / block_tokens) - more)
+      local block = blocks > begin and verify(tier[SLOT], hashes, blocks, begin) or blocks
+      if block < blocks then
+        local tokens = block > begin and min((block + more) * block_tokens, prompt) or 0
+        whole, tier[BLOCKS], tier[TOKENS] = false, block, tokens
       end
+      reach = max(reach, tier[TOKENS])
     end
     return whole
   end

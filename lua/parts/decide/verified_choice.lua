@@ -9,8 +9,8 @@ So it is with the tiers of a chosen worker (decide/tiers), from the end of what 
 what follows.
 
 Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
-and s.confirmed if blocks are missing; prolongs s.matched by what tiers add. Returns the candidate, one word why, and its
-match as the choice saw it; the part of the match that it must load, as the choice saw that, is s.tiers.seen.
+and s.confirmed if blocks are missing; prolongs s.matched by what tiers add. Returns the candidate, one word why, and
+its match as the choice saw it; the part of the match that it must load, as the choice saw that, is s.tiers.seen.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local min, band = math.min, bit.band
