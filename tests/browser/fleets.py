@@ -64,6 +64,7 @@ def worker(number: int, state: str = "proven", **other: Any) -> dict[str, Any]:
         "lag_s": 0.03,
         "diverged": False,
         "places": None,
+        "pairs": None,
     }
     return found | other
 
@@ -169,6 +170,7 @@ def model(name: str = "Qwen/Qwen3-8B", rung: str = "redis", **other: Any) -> dic
             "next": {"worker_id": "gpu-02.0", "waited_s": 1.5, "to_compute_s": 0.4, "has_room": False, "because": "so"},
         },
         "ledger": None,
+        "pairs": None,
         "ttft": {"requests": 840, "p50_s": 0.16, "p90_s": 0.41, "p99_s": 0.72, "objective_s": 0.0, "in_force_s": 0.0},
         "fleet": {
             "replicas": 3,
@@ -270,6 +272,19 @@ def overfull() -> dict[str, Any]:
     return fleet(model(workers=[worker(1, places=places), worker(2)], ledger=ledger))
 
 
+def roles() -> dict[str, Any]:
+    """A fleet of prefill and decode engines, of which one has another version."""
+    told: dict[str, Any] = {"role": "prefill", "partners": 1, "of": 2, "apart": []}
+    older = "vLLM: 0.31.0 at the prefill engine, 0.32.0 at the decode engine"
+    apart = {"from": ["gpu-04.0", "gpu-05.0", "gpu-06.0", HOSTILE_NAME], "why": older, "remedy": "upgrade one"}
+    lonely = {"from": [], "why": "LMCacheConnectorV1 hands no request from engine to engine", "remedy": "use another"}
+    pairs = [told, told | {"partners": 0, "apart": [apart]}, told | {"role": "decode"}, told | {"role": "both"}]
+    pairs.append(told | {"role": "", "apart": [lonely]})
+    workers = [worker(number, pairs=pairs) for number, pairs in enumerate(pairs, 1)]
+    counts = {"prefill": 2, "decode": 1, "both": 1, "pairs": 2, "told": "requests are not split over pairs yet"}
+    return fleet(model(workers=workers, pairs=counts))
+
+
 def many() -> dict[str, Any]:
     states = {7: "silent", 12: "draining", 30: "load-only", 41: "pending"}
     workers = [worker(number, states.get(number, "proven")) for number in range(1, 64)]
@@ -283,6 +298,7 @@ FLEETS: dict[str, Callable[[], dict[str, Any]]] = {
     "degraded": degraded,
     "two models": two_models,
     "overfull": overfull,
+    "roles": roles,
     "64 workers": many,
 }
 

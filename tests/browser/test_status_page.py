@@ -157,7 +157,7 @@ async def _the_key_is_asked_for(look: Look) -> None:
     assert await page.evaluate("localStorage.length + document.cookie.length") == 0
 
 
-@pytest.mark.long(minutes=1, shows="the status page in a browser: six fleets, both themes, a phone, the keyboard")
+@pytest.mark.long(minutes=1, shows="the status page in a browser: seven fleets, both themes, a phone, the keyboard")
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
 @pytest.mark.parametrize("name", FLEETS)
 async def test_every_fleet_is_shown_without_a_fault(
@@ -181,6 +181,15 @@ async def test_every_fleet_is_shown_without_a_fault(
             await expect(look.page.locator("#workers")).to_contain_text("9 sessions, 310,000 of 400,000 tokens")
         else:
             await expect(look.page.locator("#sessions-section")).to_be_hidden()
+        if name == "roles":
+            await expect(look.page.locator("#tiles")).to_contain_text(
+                "2 prefill, 1 decode, 1 both; requests are not split"
+            )
+            table = look.page.locator("#workers")
+            await expect(table).to_contain_text("prefill engine: pairs with 1 of 2 engines")
+            await expect(table).to_contain_text("not with gpu-04.0, gpu-05.0, gpu-06.0 and 1 more: vLLM: 0.31.0 at the")
+            await expect(table).to_contain_text("→ upgrade one")
+            await expect(table).to_contain_text("LMCacheConnectorV1 hands no request")
         if name == "empty":
             await expect(look.page.locator("#rung-reason.bad")).to_contain_text(
                 "No worker has joined, so requests get 503"
@@ -202,7 +211,7 @@ async def _sorted_and_filtered(page: Page) -> None:
     assert 0 < shown < 64
 
 
-@pytest.mark.long(minutes=1, shows="the status page in a browser: six fleets, both themes, a phone, the keyboard")
+@pytest.mark.long(minutes=1, shows="the status page in a browser: seven fleets, both themes, a phone, the keyboard")
 async def test_screenshots(valkey_url: str, model: str, tmp_path: Path) -> None:
     async with replica(valkey_url, model, admin_port=1) as router:
         files = await shoot(router.operators, tmp_path)

@@ -14,6 +14,8 @@ from warmfleet_worker.protocol.labels import read_labels
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from warmfleet_worker.protocol.transfer import Transfer
+
 logger = logging.getLogger("vllm.warmfleet")
 
 COMMAND_DELAY_SECONDS = 0.5  # time that the fleet may take to answer a heartbeat, in the key ``command``
@@ -26,7 +28,7 @@ class PublisherConfig:
     model: the fleet's model tag. worker_id: server_id and data-parallel rank. closed: the block set is prefix-closed,
     so that a held block's predecessors are always held, too. labels: see ``protocol.labels``. sets: the further sets of
     blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token, and the name of its `store` if
-    several engines may read it. ends: it reports the ends of requests.
+    several engines may read it. ends: it reports the ends of requests. transfer: how it exchanges blocks with others.
     """
 
     redis_url: str
@@ -42,10 +44,13 @@ class PublisherConfig:
     labels: Mapping[str, str] = field(default_factory=dict)
     sets: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
     ends: bool = False
+    transfer: Transfer | None = None
 
     def join(self) -> str:
         """Return the data of a join entry."""
         further: dict[str, Any] = {"ends": 1} if self.ends else {}
+        if self.transfer is not None:
+            further["transfer"] = self.transfer.as_dict()
         if self.sets:
             further["sets"] = {kind: dict(told) for kind, told in self.sets.items()}
         return wire.dumps(

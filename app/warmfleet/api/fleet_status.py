@@ -13,6 +13,7 @@ from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
 from warmfleet.fleet import LedgerView, Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.identified_prompt import identify_here
+from warmfleet.pools.pairing import pairing, pairs_in_words, roles_in_words
 from warmfleet.pools.reasons import (
     held_in_words,
     in_words,
@@ -75,6 +76,8 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
     except FleetUnavailable:
         found, fresh = list(pool.view.workers), False
     identity, moved, places = pool.view.identity, pools.moved(pool, found), places_in_words(ledger)
+    paired = pairing(found)
+    roles = roles_in_words(paired)
     return {
         "model": pool.tag,
         "served_model": pool.name,
@@ -87,6 +90,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
         "tokenizer": identity.tokenizer if identity else "none",
         "queue": queue_in_words(line),
         "ledger": ledger_in_words(ledger),
+        "pairs": pairs_in_words(paired),
         "ttft": pool.ttft.figures(),
         "index": {
             "entries": truth.entries,
@@ -97,7 +101,7 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
         },
         "workers": [
             _worker(worker, truth.workers.get(worker.worker_id), pool.tag, moved.get(worker.worker_id, ""))
-            | {"places": places.get(worker.worker_id)}
+            | {"places": places.get(worker.worker_id), "pairs": roles.get(worker.worker_id)}
             for worker in found
         ],
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from warmfleet.cli.client import ask
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer, redraw
+from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, in_short, print_answer, redraw
 
 if TYPE_CHECKING:
     import argparse
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 HEADER = ("WORKER", "STATE", "CACHE", "IN FLIGHT", "PREFILL", "TOKENS/S", "HEARD", "LAG")
 PLACES = ("SESSIONS", "TAKEN")  # columns while the ledger of sessions binds
+PAIRS = ("ROLE", "PAIRS")  # columns if some engine prefills or decodes for others
 WIDE = (
     *("DECODE", "URL", "VERSION", "PROOF", "SLOT", "BLOCKS", "CAPACITY", "BATCHES", "DIGEST", "HEALED", "RESYNCS"),
     "LABELS",
@@ -56,7 +57,8 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
     STATE: see app/docs/worker-life.md. CACHE: the share that holds blocks. PREFILL, DECODE: tokens booked by open
     requests. TOKENS/S: measured speed of prefill. HEARD: age of the last heartbeat. LAG: age of the oldest entry of
     the worker's stream that the index lacks. SESSIONS, TAKEN: sessions of agents with a place there, and how much of
-    the cache they may take they take; with ``wide`` BATCHES: the number of these. PROOF: the result of the last
+    the cache they may take they take; ROLE, PAIRS: prefill, decode or both, and with how many of the engines with which
+    it could pair it does; with ``wide`` BATCHES: the number of these. PROOF: the result of the last
     probe. DIGEST: time since the digest of its blocks was last compared with the index. HEALED: how many differences
     found are mended, and the cause of an open one. RESYNCS: snapshots of its cache that replaced its index, by cause.
     """
@@ -65,13 +67,14 @@ def parts_of(answer: dict[str, Any], *, wide: bool = False) -> list[Part]:
         parts += ["", *_title(model, wide=wide)]
         workers = model["workers"]
         if workers:
-            places = PLACES if model.get("ledger") else ()
-            header = HEADER + places + (WIDE if wide else ())
-            parts.append(Table(header, [_row(worker, wide=wide, places=bool(places)) for worker in workers]))
+            more = (PLACES if model.get("ledger") else ()) + (PAIRS if model.get("pairs") else ())
+            header = HEADER + more + (WIDE if wide else ())
+            parts.append(Table(header, [_row(worker, wide=wide, more=more) for worker in workers]))
         else:
             parts.append("no workers: `warmfleet doctor` says what is missing")
         for worker in workers:
             parts += _not_well(worker)
+        parts += _apart(workers)
     return parts[1:] or ["this replica has no model"]
 
 
@@ -88,6 +91,8 @@ def _title(model: dict[str, Any], *, wide: bool) -> Iterator[Part]:
         yield _first_in_queue(first)
     if ledger := model.get("ledger"):
         yield _ledger(ledger)
+    if pairs := model.get("pairs"):
+        yield _pairs(pairs)
     yield (
         f"prompts identified: {model['identity']}; tokenizer: {model['tokenizer']}; chat template: {model['template']}"
     )
@@ -107,6 +112,22 @@ def _ledger(ledger: dict[str, Any]) -> str:
     return f"{places}, {tokens}; {held}"
 
 
+def _pairs(pairs: dict[str, Any]) -> str:
+    kinds = [f"{pairs[role]} {role}" for role in ("prefill", "decode", "both") if pairs[role]]
+    return f"engines by role: {', '.join(kinds)}; pairs: {pairs['pairs']}; {pairs['told']}"
+
+
+def _apart(workers: list[dict[str, Any]]) -> Iterator[Part]:
+    """Say why engines with a role do not pair, each reason once."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for worker in workers:
+        for reason in (worker.get("pairs") or {}).get("apart", ()):
+            reasons.setdefault((reason["why"], reason["remedy"]), []).append(worker["worker_id"])
+    for (why, remedy), names in reasons.items():
+        yield f"{in_short(names)}: ", Toned("no pair", Tone.MIND), f": {why}"
+        yield "  -> ", remedy
+
+
 def _first_in_queue(first: dict[str, Any]) -> str:
     where = f"{'goes to' if first['has_room'] else 'waits for'} {first['worker_id']}"
     needs_s = first["to_compute_there_s"]  # 0 if the policy predicts no time
@@ -115,7 +136,7 @@ def _first_in_queue(first: dict[str, Any]) -> str:
     return f"first in the queue: {first['prompt_tokens']} tokens, {where}{needs}, {waited}: {first['because']}"
 
 
-def _row(worker: dict[str, Any], *, wide: bool, places: bool) -> tuple[object, ...]:
+def _row(worker: dict[str, Any], *, wide: bool, more: tuple[str, ...]) -> tuple[object, ...]:
     load, truth, state = worker["load"], worker["truth"], worker["state"]
     tone = Tone.GOOD if state in WELL else Tone.MIND if worker["routable"] else Tone.BAD
     if worker["moved_to"]:
@@ -132,13 +153,14 @@ def _row(worker: dict[str, Any], *, wide: bool, places: bool) -> tuple[object, .
         load["speed_tps"] or "-",
         "-" if (age_s := worker["heartbeat_age_s"]) is None else _age(age_s),  # None for a worker that left
         _age(truth["lag_s"]) if truth else "-",
-        *(_places(worker.get("places")) if places else ()),
+        *(_places(worker.get("places")) if PLACES[0] in more else ()),
+        *(_role(worker.get("pairs")) if PAIRS[0] in more else ()),
     )
     if not wide:
         return narrow
     decode = load["decode_tokens"] + load["foreign_decode_tokens"]
-    more = (decode, worker["url"] or "-", worker["version"] or "-", worker["proof"])
-    return *narrow, *more, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth), _labels(worker)
+    wider = (decode, worker["url"] or "-", worker["version"] or "-", worker["proof"])
+    return *narrow, *wider, load["slot"], load["blocks"], load["capacity_blocks"], *_truth(truth), _labels(worker)
 
 
 def _places(told: dict[str, int] | None) -> tuple[str, str]:
@@ -146,6 +168,10 @@ def _places(told: dict[str, int] | None) -> tuple[str, str]:
         return "-", "-"
     share = f"{100 * told['taken_tokens'] / told['capacity_tokens']:.0f}%" if told["capacity_tokens"] else "-"
     return f"{told['sessions']}, {told['idle']} idle" if told["idle"] else str(told["sessions"]), share
+
+
+def _role(told: dict[str, Any] | None) -> tuple[str, str]:
+    return (told["role"] or "-", f"{told['partners']} of {told['of']}") if told else ("-", "-")
 
 
 def _labels(worker: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from warmfleet.fleet.client import Scripts
+    from warmfleet.protocol.transfer import Transfer
 
 SERVERS_S = 5.0  # time between two readings of the API servers' records while no worker changes; a heartbeat's interval
 
@@ -101,6 +102,11 @@ class WorkerView:
     def labels(self) -> frozenset[str]:
         """The labels of the worker, each as ``name=value``."""
         return frozenset(f"{name}={value}" for name, value in self.record.get("labels", {}).items())
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """How the worker exchanges blocks with others; None without a KV connector, or if that is malformed."""
+        return self.record.get("transfer")
 
     @property
     def names(self) -> list[str]:

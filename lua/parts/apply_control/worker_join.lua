@@ -2,8 +2,8 @@
 apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
 Takes the decoded data of the join, the worker's id and the known kinds of further sets of blocks. Returns the record,
-with known fields only; or nil if a field of the announcement is malformed. Malformed labels and further sets of blocks
-are left out: they are no reason to refuse a worker.
+with known fields only; or nil if a field of the announcement is malformed. Malformed labels, further sets of blocks and
+transfers (protocol/transfer.py, which checks their texts) are left out: they are no reason to refuse a worker.
 --]]
 local U31 = 2 ^ 31 - 1
 local MAX_LABELS, MAX_WORD_BYTES = 8, 63
@@ -41,6 +41,23 @@ local function sets(told, kinds)
   return next(kept) and kept
 end
 
+local function transfer(told)
+  if type(told) ~= "table" or type(told.same) ~= "table" then return nil end
+  local kept = { same = told.same }
+  for name, value in pairs(told.same) do
+    if type(name) ~= "string" or type(value) ~= "string" then return nil end
+  end
+  for _, name in ipairs({ "role", "connector", "beside", "mode", "engine_id", "host" }) do
+    if type(told[name]) ~= "string" then return nil end
+    kept[name] = told[name]
+  end
+  for name, most in pairs({ port = U31, lease_s = U31, recomputes = 1, kin = U32 - 1 }) do
+    if not integer(told[name], 0, most) then return nil end
+    kept[name] = told[name]
+  end
+  return next(told.same) and kept
+end
+
 return function(join, worker_id, kinds)
   local scheme = join.scheme
   if join.schema ~= SCHEMA or join.worker_id ~= worker_id or type(join.server_id) ~= "string"
@@ -60,6 +77,6 @@ return function(join, worker_id, kinds)
     server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
     capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len, labels = labels(join.labels),
     version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
-    sets = sets(join.sets, kinds), ends = join.ends == 1 or nil,
+    sets = sets(join.sets, kinds), ends = join.ends == 1 or nil, transfer = transfer(join.transfer),
   }
 end

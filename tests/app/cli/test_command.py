@@ -271,6 +271,22 @@ class TestWorkers:
         assert re.search(r" 9 +-\n", shown(WORKER | {"places": full}, ledger=ledger))
         assert re.search(r" - +-\n", shown(WORKER | {"places": None}, ledger=ledger))
 
+    def test_engines_with_a_role_have_columns_and_each_reason_not_to_pair_a_line(self) -> None:
+        assert "ROLE" not in shown(WORKER | {"pairs": None}, pairs=None)
+        pairs = {"prefill": 1, "decode": 2, "both": 0, "pairs": 1, "told": "requests are not split"}
+        apart = [{"from": ["p.0"], "why": "its policy is fail", "remedy": "set recompute"}]
+        told = {"role": "decode", "partners": 1, "of": 1, "apart": []}
+        names = (("p.0", told | {"role": "prefill", "of": 2}), ("d1.0", told), ("d2.0", told | {"partners": 0}))
+        fleet = [WORKER | {"worker_id": name, "routable": True, "remedy": "", "pairs": pairs} for name, pairs in names]
+        fleet[0]["pairs"], fleet[2]["pairs"] = ({**one["pairs"], "apart": apart} for one in (fleet[0], fleet[2]))
+        printed = shown(*fleet, WORKER | {"routable": True, "remedy": ""}, pairs=pairs)
+        assert "engines by role: 1 prefill, 2 decode; pairs: 1; requests are not split\n" in printed
+        assert re.search(r" ROLE +PAIRS\n", printed)
+        assert re.search(
+            r"^p\.0 .* prefill +1 of 2\n.* decode +1 of 1\n.* decode +0 of 1\n.* - +-\n", printed, re.MULTILINE
+        )
+        assert printed.endswith("p.0, d2.0: no pair: its policy is fail\n  -> set recompute")
+
     def test_it_is_watched_until_ctrl_c_also_while_no_replica_answers(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.replicas.replica import Replica
 
+    from warmfleet_worker.protocol.transfer import Transfer
     from warmfleet_worker.tracker import Tracker
 
 
@@ -55,11 +56,12 @@ async def worker(
     template: str = TEMPLATE,
     takes: int = 4_096,
     models: tuple[str, ...] = (),
+    transfer: Transfer | None = None,
     **more: object,
 ) -> AsyncIterator[WorkerPublisher]:
     """Both halves of a worker, by the plugin's own publishers. takes: context in tokens. models: the names that it
-    serves, if not its pool's. more: facts of its server."""
-    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test")
+    serves, if not its pool's. transfer: how it hands blocks to others. more: facts of its server."""
+    said = PublisherConfig(redis_url, model, f"{name}.0", name, 0, scheme, 1_000, takes, "test", transfer=transfer)
     core = WorkerPublisher(said, tracker)
     artifacts = {"tokenizer.json": tokenizer, "chat_template.jinja": template.encode()}
     served = models or (model.partition("#")[0],)

@@ -33,6 +33,8 @@ class Part(StrEnum):
     IMAGES = "the tokens of the images that it sees are not reported"
     TIER = "the blocks in its tier in CPU memory are not reported"
     STORE = "the blocks in its tier behind CPU memory are not reported"
+    TRANSFER = "its role is not announced, so it is paired with no other engine"
+    HANDSHAKE = "it is paired by its settings alone, not by NIXL's own hash"
     SERVER = "this API server is not announced, so it gets no requests from routers"
 
 
@@ -52,6 +54,7 @@ class Internal:
 
 _CORE = "vllm.v1.core"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 _TIERING = "vllm.v1.kv_offload.tiering"
 INTERNALS = (
     Internal(Part.BLOCKS, "vllm.version", ("__version__",)),
@@ -226,6 +229,40 @@ INTERNALS = (
         (),
         (("get_kv_memoryview", "self"),),
     ),
+    Internal(
+        Part.TRANSFER,
+        "vllm.config:KVTransferConfig",
+        ("kv_connector", "kv_role", "engine_id", "kv_connector_extra_config", "kv_load_failure_policy"),
+    ),
+    Internal(
+        Part.TRANSFER,
+        "vllm.config:ModelConfig",
+        ("model", "dtype"),
+        (
+            ("get_total_num_kv_heads", "self"),
+            ("get_head_size", "self"),
+            ("get_total_num_hidden_layers", "self"),
+        ),
+    ),
+    Internal(Part.TRANSFER, "vllm.config:CacheConfig", ("cache_dtype",)),
+    Internal(Part.TRANSFER, "vllm.config:SchedulerConfig", ("disable_hybrid_kv_cache_manager",)),
+    Internal(
+        Part.TRANSFER,
+        "vllm.envs",
+        (
+            *("VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+            *("VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"),
+        ),
+    ),
+    Internal(
+        Part.HANDSHAKE,
+        f"{_NIXL}.base_scheduler:NixlBaseConnectorScheduler",
+        (),
+        (("set_xfer_handshake_metadata", "self, metadata"),),
+    ),
+    Internal(Part.HANDSHAKE, f"{_NIXL}.metadata", ("NIXL_CONNECTOR_VERSION",)),
+    Internal(Part.HANDSHAKE, f"{_NIXL}.metadata:NixlHandshakePayload", ("compatibility_hash", "agent_metadata_bytes")),
+    Internal(Part.HANDSHAKE, f"{_NIXL}.metadata:NixlAgentMetadata", ("attn_backend_name",)),
     Internal(
         Part.SERVER, "vllm.v1.engine.async_llm:AsyncLLM", ("vllm_config", "renderer"), (("shutdown", "self, ..."),)
     ),

@@ -22,6 +22,7 @@ from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, ho
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.cpu_tier import CpuTier, CpuTiers
 from warmfleet_worker.vllm_hooks.groups import keeps_all_ends, report_chains, rules_of
+from warmfleet_worker.vllm_hooks.kv_transfer import hook_handshake, transfer_of, unfit_alone
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -46,8 +47,11 @@ def hook_scheduler(redis_url: str) -> None:
     tiers = CpuTiers()
 
     def init(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        vllm_config = kwargs.get("vllm_config", args[0] if args else None)
         with swallow_errors("could not follow a tier in CPU memory"):
-            tiers.hook(kwargs.get("vllm_config", args[0] if args else None))
+            tiers.hook(vllm_config)
+        with swallow_errors("could not follow the handshakes of its KV connector"):
+            hook_handshake(vllm_config)
         original(scheduler, *args, **kwargs)
         with swallow_errors("could not start the publisher"):
             reporters[id(scheduler)] = reporter = SchedulerReporter(scheduler, redis_url, tiers)
@@ -188,12 +192,19 @@ class SchedulerReporter:
         threading.Thread(target=self._start_publisher, name="warmfleet-start", daemon=True).start()
 
     def _start_publisher(self) -> None:
-        """Wait for NONE_HASH, a part of the scheme, which the engine core makes only after its Scheduler."""
+        """Wait for NONE_HASH, a part of the scheme, which the engine core makes only after its Scheduler.
+
+        Where there is a KV connector, the engine core makes it in any case, after the connector's handshake is known.
+        """
         from vllm.v1.core import kv_cache_utils
 
         with swallow_errors("could not start the publisher"):
-            cache = self._scheduler.vllm_config.cache_config
-            while cache.enable_prefix_caching and not hasattr(kv_cache_utils, "NONE_HASH"):
+            vllm_config = self._scheduler.vllm_config
+            if reason := unfit_alone(vllm_config):
+                logger.error("warmfleet: %s: this engine reports nothing, so it gets no requests from routers", reason)
+                return
+            comes = vllm_config.cache_config.enable_prefix_caching or self._scheduler.connector is not None
+            while comes and not hasattr(kv_cache_utils, "NONE_HASH"):
                 if self._stopping.wait(0.05):
                     return
             config = self._make_config()
@@ -209,6 +220,8 @@ class SchedulerReporter:
                     sets[wire.DISK] = store.findings
                     self.announced[wire.DISK] = store.announced(config.scheme.scheme_id)
             config = replace(config, sets=self.announced)
+            with swallow_errors("could not read its KV connector", Part.TRANSFER.value):
+                config = replace(config, transfer=transfer_of(self._scheduler, config.scheme.block_tokens))
             requests = self.requests if self._reports_ends else None
             self._publisher = WorkerPublisher(
                 config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte, requests

@@ -13,6 +13,7 @@ from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import WarmfleetError
 from warmfleet.fleet import LedgerView, Line, Memory, Truth
 from warmfleet.fleet.worker.state import WorkerState
+from warmfleet.pools.pairing import pairing, pairs_in_words, roles_in_words
 from warmfleet.pools.reasons import ledger_in_words, places_in_words, queue_in_words
 from warmfleet.pools.ttft_window import WINDOW_S, quantiles
 
@@ -67,7 +68,8 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         worker.routable for other in pools.named(pool.name) if other is not pool for worker in other.last_known.workers
     )
     avoided, truths, moved = pool.avoided(), found.truth.workers, pools.moved(pool, workers)
-    places = places_in_words(found.ledger)
+    places, paired = places_in_words(found.ledger), pairing(workers)
+    roles = roles_in_words(paired)
     line, memory = found.line, found.memory
     queue = queue_in_words(line)
     index = {
@@ -87,6 +89,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
         "ledger": ledger_in_words(found.ledger),
+        "pairs": pairs_in_words(paired),
         "ttft": pool.ttft.figures(),
         "fleet": fleet_figures(found.replicas) if found.reached else None,
         "replicas": [replica_row(view) for view in found.replicas],
@@ -100,7 +103,7 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
                 known_last=rung == "last_known",
                 moved_to=moved.get(worker.worker_id, ""),
             )
-            | {"places": places.get(worker.worker_id)}
+            | {"places": places.get(worker.worker_id), "pairs": roles.get(worker.worker_id)}
             for worker in workers
         ],
         "decided": pool.recent.decided,

@@ -12,6 +12,7 @@ from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
+from warmfleet.pools.pairing import NOT_SPLIT, Obstacle, pairing
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
@@ -78,7 +79,7 @@ def all_of(pool: PoolReading) -> list[Finding]:
         findings.append(ok("left", f"{in_short(left)} said goodbye"))
     findings += [worker_finding(worker, pool.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
-    findings += schemes(exact) + identities(exact) + shared_urls(exact)
+    findings += schemes(exact) + identities(exact) + shared_urls(exact) + pairs(exact)
     findings += [finding for worker in exact for finding in index(worker, pool.truth)]
     return [*findings, *dropped(pool.truth)]
 
@@ -281,6 +282,33 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
         for url, servers in of_url.items()
         if len(servers) > 1
     ]
+
+
+# ---------------------------------------------------------------- prefill and decode
+
+
+def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
+    """Tell which engines could prefill for which, and note why others could not; no finding without engines' roles."""
+    found, findings = pairing(workers), []
+    if found.pairs:
+        prefill, decode = (sorted({pair[end] for pair in found.pairs}) for end in (0, 1))
+        text = f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {NOT_SPLIT}"
+        findings.append(ok("pairs", text))
+    reasons: dict[Obstacle, list[tuple[str, str]]] = {}
+    for pair, obstacles in found.refused.items():
+        for obstacle in obstacles:
+            reasons.setdefault(obstacle, []).append(pair)
+    for obstacle, refused in reasons.items():
+        prefill, decode = (sorted({pair[end] for pair in refused}) for end in (0, 1))
+        text = f"{in_short(prefill)} cannot prefill for {in_short(decode)}: {obstacle.why}"
+        findings.append(note("pairs", text, obstacle.remedy))
+    alone: dict[Obstacle, list[str]] = {}
+    for worker_id, obstacle in (*found.lonely.items(), *found.unable.items()):
+        alone.setdefault(obstacle, []).append(worker_id)
+    for obstacle, names in alone.items():
+        text = f"{in_short(names)} could share no request: {obstacle.why}; each request is served by one engine alone"
+        findings.append(note("pairs", text, obstacle.remedy))
+    return findings
 
 
 # ---------------------------------------------------------------- the index

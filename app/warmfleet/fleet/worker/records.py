@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from warmfleet.protocol.labels import MAX_LABELS, is_label
+from warmfleet.protocol.transfer import read_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -207,6 +208,8 @@ class Records:
         if not wrong:
             if not _labels(record.get("labels", {})):  # the worker then counts as unlabelled
                 del record["labels"]
+            if "transfer" in record:  # None: the worker then counts as one without a KV connector
+                record["transfer"] = read_transfer(record["transfer"])
             return dict(record)
         owner = f"{kind} {_shown(name)}"
         self._wrong_now.add(owner)

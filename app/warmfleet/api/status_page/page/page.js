@@ -219,7 +219,7 @@ function nextInLine(queue) {
 }
 
 function showTiles(model) {
-  const { lately, ttft, queue, index, ledger } = model;
+  const { lately, ttft, queue, index, ledger, pairs } = model;
   const all = model.fleet; // of all replicas; null while Redis is away
   const [figures, scope] = all ? [all, `${FLEET}, last minute`] : [{ ...lately, ...ttft }, `${REPLICA}, last minute`];
   const here = (text) => (all && all.replicas > 1 ? `; here ${text}` : "");
@@ -234,6 +234,8 @@ function showTiles(model) {
     ["In the queue", count(queue?.waiting), queue ? `${seconds(queue.work_s)} of work${nextInLine(queue)}` : away, FLEET],
     ...(ledger ? [["Sessions held", count(ledger.held), `${count(ledger.running + ledger.idle)} have a place, ` +
       `${count(ledger.taken_tokens)} of ${count(ledger.capacity_tokens)} tokens`, FLEET]] : []),
+    ...(pairs ? [["Pairs", count(pairs.pairs), `${count(pairs.prefill)} prefill, ${count(pairs.decode)} decode, ` +
+      `${count(pairs.both)} both; ${pairs.told}`, FLEET]] : []),
     ["Redis memory", index ? bytes(index.memory_used_bytes) : "–", index ? memoryLimit(index) : away, FLEET],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, more, scope]) =>

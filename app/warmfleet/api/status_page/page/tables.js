@@ -98,6 +98,7 @@ export function grade(worker) {
   return ON_THE_WAY.has(worker.state) ? 1 : 0;
 }
 
+const ROLES = { prefill: "prefill engine", decode: "decode engine", both: "prefill and decode engine" };
 const SIGNS = ["✕", "○", "◐", "●"];
 const COLOURS = ["bad-text", "warn-text", "warn-text", "good-text"];
 const fill = (worker) => (worker.capacity_blocks ? worker.blocks / worker.capacity_blocks : null);
@@ -106,7 +107,15 @@ function state(worker) {
   const good = grade(worker);
   const sign = el("span", { "aria-hidden": "true" }, `${SIGNS[good]} `);
   const told = worker.remedy ? [small(worker.reason), small(`→ ${worker.remedy}`)] : [small(worker.reason)];
-  return [el("span", { class: COLOURS[good] }, sign, worker.state), ...told];
+  return [el("span", { class: COLOURS[good] }, sign, worker.state), ...told, ...role(worker.pairs)];
+}
+
+/** Whether the worker prefills or decodes for others, with how many of them it pairs, and why not with all. */
+function role(pairs) {
+  if (!pairs) return [];
+  const told = pairs.role ? [small(`${ROLES[pairs.role]}: pairs with ${count(pairs.partners)} of ${count(pairs.of)} engines`)] : [];
+  return [...told, ...pairs.apart.flatMap(({ from, why, remedy }) =>
+    [small(from.length ? `not with ${from.slice(0, 3).join(", ")}${from.length > 3 ? ` and ${from.length - 3} more` : ""}: ${why}` : why), small(`→ ${remedy}`)])];
 }
 
 function cache(worker) {

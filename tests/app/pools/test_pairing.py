@@ -1,0 +1,166 @@
+"""Prefill and decode engines of a pool: who pairs with whom, and the words for those that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.fleet.transfers import DECODE as D
+from tests.support.fleet.transfers import PREFILL as P
+from tests.support.fleet.transfers import SAME
+
+from warmfleet.cli.doctor import fleet_checks
+from warmfleet.cli.doctor.finding import State
+from warmfleet.fleet import LoadRow, WorkerState, WorkerView
+from warmfleet.pools.pairing import NOT_SPLIT, Obstacle, pairing, pairs_in_words, roles_in_words
+from warmfleet_worker.protocol.transfer import Transfer
+
+if TYPE_CHECKING:
+    import random
+
+BOTH = replace(D, role="both")
+
+
+def worker(name: str, transfer: Transfer | None, host: str = "", state: WorkerState = WorkerState.PROVEN) -> WorkerView:
+    record = {"transfer": transfer}
+    return WorkerView(name, record, None, LoadRow(), 0.0, state, "proven", f"http://{host or name}:8000", ["m"])
+
+
+def but(transfer: Transfer, **values: str) -> Transfer:
+    """The same fact with other settings."""
+    return replace(transfer, same=tuple(sorted((dict(transfer.same) | values).items())))
+
+
+def reasons(*workers: WorkerView) -> list[Obstacle]:
+    """Why the first and the second do not pair."""
+    return list(pairing(workers).refused[workers[0].worker_id, workers[1].worker_id])
+
+
+def test_equals_pair_and_the_others_are_told_why() -> None:
+    fleet = [worker("p1", P), worker("p2", but(P, vLLM="0.31.0")), worker("d1", D), worker("plain", None)]
+    found = pairing(fleet)
+    assert found.pairs == {("p1", "d1")}
+    assert pairs_in_words(found) == {"prefill": 2, "decode": 1, "both": 0, "pairs": 1, "told": NOT_SPLIT}
+    told = roles_in_words(found)
+    assert told["p1"] == {"role": "prefill", "partners": 1, "of": 1, "apart": []}
+    why = "vLLM: 0.31.0 at the prefill engine, 0.32.0 at the decode engine"
+    apart = {"why": why, "remedy": "upgrade one: engines of one version pair"}
+    assert told["p2"] == {"role": "prefill", "partners": 0, "of": 1, "apart": [{"from": ["d1"], **apart}]}
+    assert told["d1"] == {"role": "decode", "partners": 1, "of": 2, "apart": [{"from": ["p2"], **apart}]}
+    assert "plain" not in told
+
+
+def test_a_fleet_without_roles_has_nothing_to_tell() -> None:
+    tier = Transfer("both", "OffloadingConnector", same=(("connector", "OffloadingConnector"),))
+    found = pairing([worker("a", None), worker("b", tier), worker("c", tier)])
+    assert (found.pairs, found.refused, pairs_in_words(found), roles_in_words(found)) == (frozenset(), {}, None, {})
+    assert fleet_checks.pairs([worker("a", None)]) == []
+
+
+def test_each_reason_has_its_remedy() -> None:
+    d, p = worker("d", D), worker("p", P)
+    [(why, remedy)] = reasons(p, worker("d", replace(D, recomputes=False)))
+    assert "kv_load_failure_policy" in why
+    assert '"kv_load_failure_policy": "recompute"' in remedy
+    for host in ("localhost", "127.0.0.1", "[::1]", "0.0.0.0"):
+        [(why, remedy)] = reasons(worker("p", replace(P, host=host)), d)
+        assert f"side channel is at {host}" in why
+        assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in remedy
+        assert "pod's IP" in remedy
+        assert pairing([worker("p", replace(P, host=host), "one"), worker("d", D, "one")]).pairs, "on one machine"
+    for one, other, whose in (
+        (replace(P, engine_id="mine"), D, "prefill"),
+        (P, replace(D, engine_id="mine"), "decode"),
+    ):
+        [(why, remedy)] = reasons(worker("p", one), worker("d", other))
+        assert why.startswith(f"engine_id of the {whose} engine is set")
+        assert remedy.startswith("take engine_id out")
+    [(why, remedy)] = reasons(p, worker("d", but(D, **{"model path": "/other", "NIXL's hash": "cd"})))
+    assert (why, remedy) == (
+        "model path: /m at the prefill engine, /other at the decode engine",
+        "start both with the same model path",
+    )
+    [(why, remedy)] = reasons(p, worker("d", but(D, **{"NIXL's hash": "cd"})))
+    assert why.startswith("NIXL's hash: ab"), "nothing else explains it"
+    assert len(reasons(worker("p", replace(but(P, vLLM="0.31.0"), host="localhost")), d)) == 2, "all are told at once"
+
+
+def test_mooncake_needs_an_id_of_its_own_and_no_host() -> None:
+    mooncake = {"connector": "MooncakeConnector", "engine_id": "engine-p", "host": ""}
+    assert pairing([worker("p", replace(P, **mooncake)), worker("d", replace(D, **mooncake))]).pairs  # type: ignore[arg-type]
+
+
+def test_an_engine_without_partner_is_told_so() -> None:
+    alone = roles_in_words(pairing([worker("d", D), worker("p", P, state=WorkerState.SILENT)]))["d"]
+    [reason] = alone["apart"]
+    assert (reason["from"], reason["why"]) == ([], "no prefill engine of its pool takes requests")
+    assert '"kv_role": "kv_producer"' in reason["remedy"]
+    assert not pairing([worker("p", P), worker("b", BOTH)]).lonely
+    assert not pairing([worker("b", BOTH)]).lonely, "it serves alone as well"
+    stranger = replace(P, connector="LMCacheConnectorV1")
+    [reason] = roles_in_words(pairing([worker("p", stranger), worker("d", D)]))["p"]["apart"]
+    assert reason["why"] == "LMCacheConnectorV1 hands no request from engine to engine"
+
+
+def test_the_doctor_says_who_pairs_and_each_reason_once() -> None:
+    wrong = replace(D, recomputes=False)
+    fleet = [worker("p1", P), worker("p2", P), worker("d1", D), worker("d2", wrong), worker("d3", wrong)]
+    fine, noted = fleet_checks.pairs(fleet)
+    assert (fine.state, fine.detail) == (State.OK, f"p1, p2 can prefill for d1 (2 pairs); {NOT_SPLIT}")
+    assert noted.state is State.NOTE
+    assert noted.detail.startswith("p1, p2 cannot prefill for d2, d3: kv_load_failure_policy")
+    assert "recompute" in noted.remedy
+    [lonely] = fleet_checks.pairs([worker("d1", D)])
+    assert lonely.detail == (
+        "d1 could share no request: no prefill engine of its pool takes requests; each request is served by one engine"
+        " alone"
+    )
+
+
+# ---------------------------------------------------------------- any fleet
+
+FACTS = st.builds(
+    Transfer,
+    role=st.sampled_from(["prefill", "decode", "both"]),
+    connector=st.sampled_from(["NixlConnector", "NixlPushConnector", "MooncakeConnector", "OffloadingConnector"]),
+    engine_id=st.sampled_from([P.engine_id, D.engine_id, "mine"]),
+    host=st.sampled_from(["10.0.0.1", "localhost", ""]),
+    recomputes=st.booleans(),
+    same=st.sampled_from([SAME, but(P, vLLM="0.31.0").same, but(P, **{"NIXL's hash": "cd"}).same, ()]),
+)
+MEMBERS = st.tuples(st.none() | FACTS, st.sampled_from(["a", "b"]), st.sampled_from([*WorkerState]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(MEMBERS, max_size=7), st.randoms(use_true_random=False))
+def test_any_two_engines_pair_or_do_not_by_themselves(told: list, shuffled: random.Random) -> None:  # type: ignore[type-arg]
+    fleet = [worker(f"w{at}", fact, host, state) for at, (fact, host, state) in enumerate(told)]
+    found = pairing(fleet)
+    ready = [(member.worker_id, fact) for member in fleet if member.routable and (fact := member.transfer)]
+    possible = {
+        (one, other)
+        for (one, ours), (other, theirs) in product(ready, ready)
+        if one != other and ours.prefills and theirs.decodes
+    }
+    assert found.pairs | found.refused.keys() == possible
+    assert not found.pairs & found.refused.keys()
+    assert all(found.refused.values()), "each refusal has a reason"
+    facts = dict(ready)
+    for one, other in found.pairs:
+        ours, theirs = facts[one], facts[other]
+        assert ours.same == theirs.same
+        assert ours.kin == theirs.kin
+        assert theirs.recomputes
+    for one, other in possible:
+        two = pairing([member for member in fleet if member.worker_id in (one, other)])
+        assert ((one, other) in two.pairs) == ((one, other) in found.pairs), "others change nothing"
+    mixed = list(fleet)
+    shuffled.shuffle(mixed)
+    assert (pairing(mixed).pairs, pairing(mixed).refused) == (found.pairs, found.refused)
+    words = roles_in_words(found)
+    assert words.keys() == found.roles.keys() | found.unable.keys()
+    assert all(told["partners"] <= told["of"] for told in words.values())
+    fleet_checks.pairs(fleet)
