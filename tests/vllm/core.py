@@ -317,6 +317,14 @@ class Answers:
             found[algorithm] = {"scheme": scheme, "hashes": made}
         return found
 
+    def transfer(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What an engine with this ``--kv-transfer-config`` announces, and NIXL's own hash."""
+        from tests.vllm.transfers import announced
+        from vllm.config import KVTransferConfig
+
+        self.core.config.kv_transfer_config = KVTransferConfig(**config)
+        return announced(self.core.config)
+
     def lacks(self) -> dict[str, str]:
         """The missing parts of this vLLM, by part of the report; empty where all is as expected."""
         from warmfleet_worker.vllm_hooks.compatibility import Part, missing

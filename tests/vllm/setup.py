@@ -2,7 +2,7 @@
 
     python3.11 tests/vllm/setup.py
 
-It takes about a minute, 190 MB of downloads and 1.8 GB of disk. vLLM pins older versions of packages that the router
+It takes about a minute, 260 MB of downloads and 2.0 GB of disk. vLLM pins older versions of packages that the router
 uses, so it has an environment of its own. torch is installed without a hash, so that pip may choose its CPU build.
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,8 @@ import httpx
 import pytest
 from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
-from tests.vllm.engine import BLOCK_TOKENS, ROOT, SERVED_NAME, TRUTH, EngineOptions, running
+from tests.vllm.engine import BLOCK_TOKENS, SERVED_NAME, EngineOptions, running
 from tests.vllm.replicas import replicas
-from tests.vllm.trees import installed
 
 from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Flag, Fleet
@@ -41,7 +39,6 @@ pytestmark = [
 
 CHATS, BLOCKS = 200, 160  # five chats fill the cache
 WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
-NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 
 
 def connector(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -52,9 +49,7 @@ def connector(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
         more = {"spec_name": "HostTier", "spec_module_path": "host_tier", "cpu_bytes_to_use": 2**25}
     if name == "NixlConnector":
         more = {"num_threads": 0}
-        path = [str(TRUTH), str(ROOT / "worker_plugin"), str(installed("vllm-nixl", *NIXL))]
         environment |= {
-            "PYTHONPATH": os.pathsep.join(path),
             "UCX_TLS": "tcp,self,sm",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),

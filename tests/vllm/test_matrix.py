@@ -26,6 +26,7 @@ from tests.vllm.trees import VERSIONS, environment, tree
 from warmfleet.fleet import Flag, Fleet, LoadRow, Question, new_reservation
 from warmfleet.fleet.client import connect
 from warmfleet.prompt.block_hashes import Hasher
+from warmfleet.protocol.transfer import read_transfer
 from warmfleet.protocol.wire import DIGEST_BYTES, Scheme
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ CHECKS = {
     "groups, after losses": "tables equal, predicted",
     "server in": "",
     "ids for chats": "",
+    "NIXL": "connector",
 }
 
 
@@ -253,6 +255,24 @@ async def check_load(core: Core, fleet: Fleet) -> str:
     return f"{held['running']} + {held['waiting']} requests, {held['prefill']} + {held['decode']} foreign tokens"
 
 
+async def check_transfer(core: Core, version: str) -> str:
+    """Compare what a prefill and a decode engine announce; return the version of vLLM's part of NIXL."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute"}
+    told = [await core.ask("transfer", config=config | {"kv_role": role}) for role in ("kv_producer", "kv_consumer")]
+    ours, theirs = (read_transfer(each["transfer"]) for each in told)
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.prefills, ours.decodes, theirs.prefills, theirs.decodes) == (True, False, False, True)
+    assert ours.same == theirs.same
+    assert not ours.has_fixed_id
+    same = dict(ours.same)
+    assert same["NIXL's hash"] == told[0]["hash"] == told[1]["hash"]
+    assert same["vLLM"].startswith(version)
+    moriio = {"kv_connector": "MoRIIOConnector", "kv_role": "kv_consumer"}
+    assert bool((await core.ask("transfer", config=moriio))["unfit"]) is (version < "0.33")
+    return same["NIXL connector"]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_what_is_reported_is_what_the_core_says(
     version: str, store: str, results: Results, tmp_path: Path
@@ -293,6 +313,7 @@ async def test_what_is_reported_is_what_the_core_says(
             differs = await core.ask("differs")
             cells["NONE_HASH"] = differs["root"]
             cells["server in"], cells["ids for chats"] = differs["server"], differs["chat_ids"]
+            cells["NIXL"] = await check_transfer(core, version)
             assert [line for line in await core.ask("log") if "joined" not in line] == []
 
 

@@ -20,7 +20,7 @@ def announced(vllm_config: Any) -> dict[str, Any]:
 
     from warmfleet_worker.vllm_hooks import kv_transfer
 
-    mode = "push" if vllm_config.kv_transfer_config.has_connector("NixlPushConnector") else "pull"
+    mode = "push" if vllm_config.kv_transfer_config.kv_connector == "NixlPushConnector" else "pull"
     own = compute_nixl_compatibility_hash(vllm_config, BACKEND, mode)
     half, kept = SimpleNamespace(), []
     payload = NixlHandshakePayload(own, msgspec.msgpack.encode({"attn_backend_name": BACKEND}))

@@ -122,16 +122,19 @@ def test_the_doctor_says_who_pairs_and_each_reason_once() -> None:
 
 # ---------------------------------------------------------------- any fleet
 
+LIBRARIES = ("NixlConnector", "NixlPushConnector", "MooncakeConnector", "OffloadingConnector")
+#: Values of which most are good, so that many engines pair but for one of their settings.
 FACTS = st.builds(
     Transfer,
     role=st.sampled_from(["prefill", "decode", "both"]),
-    connector=st.sampled_from(["NixlConnector", "NixlPushConnector", "MooncakeConnector", "OffloadingConnector"]),
-    engine_id=st.sampled_from([P.engine_id, D.engine_id, "mine"]),
-    host=st.sampled_from(["10.0.0.1", "localhost", ""]),
-    recomputes=st.booleans(),
-    same=st.sampled_from([SAME, but(P, vLLM="0.31.0").same, but(P, **{"NIXL's hash": "cd"}).same, ()]),
+    connector=st.sampled_from([*["NixlConnector"] * 6, *LIBRARIES]),
+    engine_id=st.sampled_from([P.engine_id, D.engine_id, D.engine_id, "mine"]),
+    host=st.sampled_from(["10.0.0.1", "10.0.0.1", "localhost", ""]),
+    recomputes=st.sampled_from([True, True, False]),
+    same=st.sampled_from([SAME, SAME, but(P, vLLM="0.31.0").same, but(P, **{"NIXL's hash": "cd"}).same, ()]),
 )
-MEMBERS = st.tuples(st.none() | FACTS, st.sampled_from(["a", "b"]), st.sampled_from([*WorkerState]))
+STATES = st.sampled_from([*[WorkerState.PROVEN] * 6, WorkerState.LOAD_ONLY, WorkerState.SILENT, WorkerState.DRAINING])
+MEMBERS = st.tuples(st.none() | FACTS, st.sampled_from(["a", "b"]), STATES)
 
 
 @settings(max_examples=200, deadline=None)
