@@ -226,6 +226,7 @@ NOT_DECLARED = {
     "hiredis": "declared as redis[hiredis]",
     "warmfleet-loadtest": "the router starts simulated engines where they are installed, and does without them",
     "vllm": "the plugin's host, and the engine of tests/vllm",
+    "msgspec": "the plugin reads NIXL's handshake with it, which vLLM has written with it",
     "xxhash": "the plugin asks for it only where vLLM hashes with it; the router declares it",
     **dict.fromkeys(("blake3", "pillow"), "vLLM has them, and the plugin asks for them only where it serves images"),
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",

@@ -23,6 +23,23 @@ local function labels(told)
   return count > 0 and count <= MAX_LABELS and told or nil
 end
 
+local function transfer(told)
+  if type(told) ~= "table" or type(told.same) ~= "table" then return nil end
+  local fact = { same = told.same }
+  for name, value in pairs(told.same) do
+    if type(name) ~= "string" or type(value) ~= "string" then return nil end
+  end
+  for _, name in ipairs({ "role", "connector", "beside", "mode", "engine_id", "host" }) do
+    if type(told[name]) ~= "string" then return nil end
+    fact[name] = told[name]
+  end
+  for name, most in pairs({ port = U31, lease_s = U31, recomputes = 1, kin = U32 - 1 }) do
+    if not integer(told[name], 0, most) then return nil end
+    fact[name] = told[name]
+  end
+  return next(told.same) and fact
+end
+
 local function sets(told, kinds)
   local kept = {}
   for kind in pairs(type(told) == "table" and kinds or {}) do
@@ -39,23 +56,6 @@ local function sets(told, kinds)
     end
   end
   return next(kept) and kept
-end
-
-local function transfer(told)
-  if type(told) ~= "table" or type(told.same) ~= "table" then return nil end
-  local kept = { same = told.same }
-  for name, value in pairs(told.same) do
-    if type(name) ~= "string" or type(value) ~= "string" then return nil end
-  end
-  for _, name in ipairs({ "role", "connector", "beside", "mode", "engine_id", "host" }) do
-    if type(told[name]) ~= "string" then return nil end
-    kept[name] = told[name]
-  end
-  for name, most in pairs({ port = U31, lease_s = U31, recomputes = 1, kin = U32 - 1 }) do
-    if not integer(told[name], 0, most) then return nil end
-    kept[name] = told[name]
-  end
-  return next(told.same) and kept
 end
 
 return function(join, worker_id, kinds)

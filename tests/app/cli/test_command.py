@@ -277,9 +277,10 @@ class TestWorkers:
         apart = [{"from": ["p.0"], "why": "its policy is fail", "remedy": "set recompute"}]
         told = {"role": "decode", "partners": 1, "of": 1, "apart": []}
         names = (("p.0", told | {"role": "prefill", "of": 2}), ("d1.0", told), ("d2.0", told | {"partners": 0}))
-        fleet = [WORKER | {"worker_id": name, "routable": True, "remedy": "", "pairs": pairs} for name, pairs in names]
+        well: dict[str, Any] = WORKER | {"routable": True, "remedy": ""}
+        fleet = [well | {"worker_id": name, "pairs": pairs} for name, pairs in names]
         fleet[0]["pairs"], fleet[2]["pairs"] = ({**one["pairs"], "apart": apart} for one in (fleet[0], fleet[2]))
-        printed = shown(*fleet, WORKER | {"routable": True, "remedy": ""}, pairs=pairs)
+        printed = shown(*fleet, well, pairs=pairs)
         assert "engines by role: 1 prefill, 2 decode; pairs: 1; requests are not split\n" in printed
         assert re.search(r" ROLE +PAIRS\n", printed)
         assert re.search(
