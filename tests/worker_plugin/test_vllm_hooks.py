@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from warmfleet_worker.config import PublisherConfig
+from warmfleet_worker.protocol.transfer import Transfer
 from warmfleet_worker.protocol.wire import UNMATCHED, Scheme, WireError
 from warmfleet_worker.vllm_hooks import engine_core, eviction
 from warmfleet_worker.vllm_hooks.engine_core import Group, full_attention_group
@@ -207,3 +209,59 @@ def test_a_worker_with_t_lru_does_not_claim_whole_prefixes(target: str, monkeypa
     scheduler = SimpleNamespace(vllm_config=None, kv_cache_manager=manager, connector=None, hash_block_size=16)
     reporter = engine_core.SchedulerReporter(scheduler, "redis://x")
     assert reporter._make_config.args[-1].closed is (target == "")
+
+
+def started(monkeypatch: pytest.MonkeyPatch, none_hash: bytes | None, **scheduler: Any) -> list[PublisherConfig]:
+    """Start the publisher of such a scheduler's engine; return what it announces."""
+    utils, announced = ModuleType("vllm.v1.core.kv_cache_utils"), []
+    vars(utils).update({} if none_hash is None else {"NONE_HASH": none_hash})
+    core = ModuleType("vllm.v1.core")
+    vars(core).update(kv_cache_utils=utils)
+    for module in (ModuleType("vllm"), ModuleType("vllm.v1"), core, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def publisher(config: PublisherConfig, *_: Any) -> Any:
+        announced.append(config)
+        return SimpleNamespace(start=lambda: None)
+
+    monkeypatch.setattr(engine_core, "WorkerPublisher", publisher)
+    monkeypatch.setattr(engine_core, "core_assignment", lambda _config: None)
+    cache = SimpleNamespace(enable_prefix_caching=False)
+    vllm_config = SimpleNamespace(cache_config=cache, kv_transfer_config=None)
+    reporter = plain_reporter(monkeypatch, {}, **{"vllm_config": vllm_config, "connector": None} | scheduler)
+    reporter._make_config = lambda: CONFIG
+    reporter._stopping.set()  # so that a wait ends at once, without a publisher
+    reporter._start_publisher()
+    return announced
+
+
+SCHEME = Scheme("sha256", bytes(32), 16)
+CONFIG = PublisherConfig("redis://x", "m", "w.0", "w", 0, SCHEME, 9, 99, "vllm-0.32.0")
+FACT = Transfer("decode", "NixlConnector", same=(("a", "b"),))
+
+
+def test_an_engine_announces_how_it_hands_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "transfer_of", lambda _scheduler, tokens: FACT if tokens == 16 else None)
+    assert [config.transfer for config in started(monkeypatch, b"h", connector=object())] == [FACT]
+    assert started(monkeypatch, None, connector=object()) == [], "its connector's handshake comes before NONE_HASH"
+    assert [config.transfer for config in started(monkeypatch, None)] == [FACT], "without a connector nothing comes"
+
+
+def test_a_connector_that_cannot_be_read_costs_its_announcement_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def renamed(*_: object) -> None:
+        raise AttributeError("renamed")
+
+    monkeypatch.setattr(engine_core, "transfer_of", renamed)
+    assert [config.transfer for config in started(monkeypatch, b"h")] == [None]
+    assert "could not read its KV connector: its role is not announced" in caplog.text
+
+
+def test_an_engine_that_may_serve_nothing_alone_is_not_announced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_core, "unfit_alone", lambda _config: "it would answer wrongly")
+    assert started(monkeypatch, b"h") == []
+    line = "warmfleet: it would answer wrongly: this engine reports nothing, so it gets no requests from routers"
+    assert caplog.messages[-1] == line

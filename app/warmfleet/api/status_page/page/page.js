@@ -270,7 +270,8 @@ function showWorkers() {
   say($("workers-scope"), old(model) ? `as this replica read them ${age === null ? "never" : `${count(age)} s ago`}` : "whole fleet");
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = all.filter((worker) => {
-    const text = `${worker.worker_id} ${worker.url} ${worker.state} ${worker.reason} ${worker.names.join(" ")}`.toLowerCase();
+    const role = worker.pairs?.role ?? "";
+    const text = `${worker.worker_id} ${worker.url} ${worker.state} ${worker.reason} ${role} ${worker.names.join(" ")}`.toLowerCase();
     return words.every((word) => text.includes(word)) && !($("only-out").checked && worker.routable);
   });
   workers.empty = all.length ? "No worker matches the filter." : "No worker has joined.";
