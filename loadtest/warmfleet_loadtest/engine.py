@@ -4,6 +4,8 @@
     python -m warmfleet_loadtest.engine --count 4 --port 8001 \\
         --redis unix:///tmp/store.sock                                    # four engines that join a fleet
     python -m warmfleet_loadtest.engine --step-time fit.json --blocks 4096    # step times from a calibration
+    python -m warmfleet_loadtest.engine --kv-transfer-config \\
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'         # computes prompts for other engines
 
 Then: curl http://127.0.0.1:8001/v1/completions -H 'content-type: application/json' \\
           -d '{"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}'
@@ -19,7 +21,9 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -33,6 +37,10 @@ from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
 from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
+from warmfleet_loadtest.simulator.transfers.config import Link, read_config
+from warmfleet_loadtest.simulator.transfers.engine_side import Transfers
+from warmfleet_loadtest.simulator.transfers.faults import Faults
+from warmfleet_loadtest.simulator.transfers.scheduler import TransferScheduler
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 from warmfleet_worker.eviction.eviction import Eviction
 from warmfleet_worker.eviction.tail_eviction import tail_eviction_of
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet_loadtest.simulator.kv_events import KvEvents
+    from warmfleet_loadtest.simulator.transfers.config import TransferConfig
 
 REPLAY_PORTS = 100  # port of an engine's event replays minus port of its KV events
 INSTALL_KV_EVENTS = "pip install './worker_plugin[bridge]' in a checkout of Warmfleet"  # what --kv-events needs
@@ -57,7 +66,8 @@ class EngineConfig:
     """An engine's settings, except how it joins a fleet.
 
     mode: ``step`` for vLLM's scheduler, ``fcfs`` for one prefill at a time. fcfs_decode_s: seconds per token of an
-    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU, too.
+    answer in mode fcfs. ttft_target: WARMFLEET_TTFT_TARGET_S of the plugin: evict by T-LRU, too. transfer: how it hands
+    blocks to other engines; needs mode ``step``.
     """
 
     scheme: wire.Scheme
@@ -67,12 +77,15 @@ class EngineConfig:
     mode: str = "step"
     fcfs_decode_s: float = 0.02
     ttft_target: str = ""
+    transfer: TransferConfig | None = None
 
     def scheduler(self, listener: Tracker | None = None, clock: Callable[[], float] = time.monotonic) -> Scheduler:
         """Return a scheduler with an empty cache. clock: monotonic seconds, real or simulated."""
         pool = PluginPool(self.blocks, self._eviction(), listener, clock)
-        if self.mode == "fcfs":
-            made: Scheduler = FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
+        if self.transfer is not None:
+            made: Scheduler = TransferScheduler(pool, self.scheme, self.limits)
+        elif self.mode == "fcfs":
+            made = FcfsScheduler(pool, self.scheme, self.limits, self.fcfs_decode_s)
         else:
             made = Scheduler(pool, self.scheme, self.limits)
         made.follower = pool
@@ -99,16 +112,32 @@ class Engine:
         self.kv_events: KvEvents | None = None
         self._runner: web.AppRunner | None = None
         self._steps: asyncio.Task[None] | None = None
+        self.transfers = self._transfers(config)
+        self._side_channel: web.AppRunner | None = None
+        self._ends: list[asyncio.Task[None]] = []  # of ports, if the engine dies
+
+    def _transfers(self, config: EngineConfig) -> Transfers | None:
+        scheduler = self.core.scheduler
+        if config.transfer is None or not isinstance(scheduler, TransferScheduler):
+            return None
+        faults = Faults(self.die, runs=self.core.runs)
+        same = {"model path": self.served.models[0], "block scheme": str(config.scheme.scheme_id)}
+        return Transfers(config.transfer, self.core, scheduler, faults, same)
 
     async def start(self, host: str, port: int) -> None:
-        """Listen (0: on any free port) and run the core. Raises OSError if the port is taken."""
-        self._runner = await listening(Api(self.core, self.tokenizer, self.served).app(), host, port)
+        """Listen (0: on any free port) and run the core. Raises OSError if a port is taken."""
+        if self.transfers is not None:
+            side = self.transfers.prefill
+            self._side_channel = await listening(side.app(), host, side.config.port)
+            side.port = self._side_channel.addresses[0][1]
+        self._runner = await listening(Api(self.core, self.tokenizer, self.served, self.transfers).app(), host, port)
         self.port = self._runner.addresses[0][1]
         self._steps = asyncio.create_task(self.core.run())
 
     def join(self, membership: Membership, artifacts: Mapping[str, bytes]) -> None:
         """Join a fleet: start the publishers, which have threads of their own."""
-        self.halves = Halves(membership, self.core, self.tracker, self.tokenizer, artifacts)
+        transfer = self.transfers.announced() if self.transfers else None
+        self.halves = Halves(membership, self.core, self.tracker, self.tokenizer, artifacts, transfer)
         halves = self.halves
         self.core.arrived, self.core.progress, self.core.ended = halves.arrived, halves.progress, halves.ended
         self.halves.start()
@@ -126,12 +155,30 @@ class Engine:
         self.core.stepped = self.kv_events.publish
         return self.kv_events
 
+    def die(self) -> None:
+        """Close all connections and listen no more, as a killed process; only the fleet is told."""
+        for runner in (self._runner, self._side_channel):
+            if runner is None or runner.server is None:
+                continue
+            self._ends += [asyncio.create_task(site.stop()) for site in runner.sites]
+            for connection in runner.server.connections:
+                if connection.transport is not None:
+                    connection.transport.abort()
+        self.core.runs.clear()
+        if self.halves is not None:
+            Thread(target=self.halves.stop, daemon=True).start()
+            self.halves = None
+
     async def stop(self) -> None:
         """Leave the fleet, then give open requests STOP_SECONDS to end."""
         if self.halves is not None:
             await asyncio.to_thread(self.halves.stop)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self.transfers is not None:
+            self.transfers.faults.runs.set()
+            await self.transfers.decode.close()
+        for runner in (self._runner, self._side_channel):
+            if runner is not None:
+                await runner.cleanup()
         if self._steps is not None:
             self._steps.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -167,6 +214,8 @@ async def serve(args: argparse.Namespace) -> None:
             await engine.start(args.host, args.port + index if args.port else 0)
             if args.redis:
                 engine.join(membership(args, engine.port, index), artifacts)
+            if engine.transfers is not None:
+                engine.transfers.faults.die = partial(os._exit, 1)  # the whole process, as a killed one
             url = f"http://{args.host}:{engine.port}"
             if args.kv_events is not None:
                 first = args.kv_events + index if args.kv_events else 0
@@ -195,9 +244,21 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     length = args.max_model_len or min(32_768, (args.blocks - 1) * args.block_size)
     limits = Limits(args.max_num_batched_tokens, args.max_num_seqs, length, args.block_size)
     costs = load_costs(args.step_time).scaled(args.time_scale)
-    config = EngineConfig(scheme, limits, args.blocks, costs, args.mode, args.fcfs_decode * args.time_scale)
+    decode_s = args.fcfs_decode * args.time_scale
+    transfer = transfer_config(args)
+    config = EngineConfig(scheme, limits, args.blocks, costs, args.mode, decode_s, transfer=transfer)
     config.scheduler()
     return config
+
+
+def transfer_config(args: argparse.Namespace) -> TransferConfig | None:
+    """Return how the engine hands blocks to others. Raises ValueError if no engine can."""
+    if not args.kv_transfer_config:
+        return None
+    if args.mode == "fcfs":
+        raise ValueError("--kv-transfer-config needs --mode step")
+    link = Link(args.kv_gbit * 1e9 / 8 / args.time_scale, 0.005 * args.time_scale, token_bytes=args.kv_token_bytes)
+    return read_config(args.kv_transfer_config, link, args.kv_version)
 
 
 def membership(args: argparse.Namespace, port: int, index: int) -> Membership:
@@ -262,6 +323,7 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=2_048, help="per step (default %(default)s)")
     add("--max-num-seqs", type=int, default=256, help="running at once (default %(default)s)")
     add("--max-model-len", type=int, help="tokens (default 32768 or what the cache holds)")
+    _add_transfers(made)
     add = made.add_argument_group("time").add_argument
     costs = f"preset ({', '.join(PRESETS)}), a factor or a JSON file of calibrate (default demo)"
     add("--step-time", default="demo", help=costs)
@@ -270,6 +332,22 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
     add("--fcfs-decode", type=float, default=0.02, metavar="S", help="seconds per token in fcfs mode")
     folder = "a model's tokenizer.json and chat_template.jinja"
     made.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=folder)
+
+
+def _add_transfers(made: argparse.ArgumentParser) -> None:
+    """Add the options of engines that hand the blocks of prompts to one another."""
+    add = made.add_argument_group("prefill and decode on different engines").add_argument
+    config_help = (
+        "as vLLM's, with NixlConnector: kv_role kv_producer, kv_consumer or kv_both, kv_load_failure_policy, engine_id "
+        "and kv_connector_extra_config.kv_lease_duration; VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT as for vLLM, but the "
+        "default is any free port"
+    )
+    add("--kv-transfer-config", metavar="JSON", default="", help=config_help)
+    link = Link()
+    gbit = link.bytes_per_s * 8 / 1e9
+    add("--kv-gbit", type=float, default=gbit, help="Gbit/s of an engine's link (default %(default)s)")
+    add("--kv-token-bytes", type=int, default=link.token_bytes, help="of a token's KV (default %(default)s)")
+    add("--kv-version", default="sim", help="that partners must have in common (default %(default)s)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

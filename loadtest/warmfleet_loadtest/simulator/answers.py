@@ -19,14 +19,15 @@ MADE_UP = -1.0  # logprob that every token gets
 
 
 def error_body(error: RefusedError) -> dict[str, Any]:
-    kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+    kind = {404: "NotFoundError", 500: "InternalServerError"}.get(error.status, "BadRequestError")
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
 
 
 def usage(ask: OpenAIRequest, requests: list[Request]) -> dict[str, Any]:
     """Return the ``usage`` object. With ``n`` choices a prompt counts once, with its first choice's cached tokens."""
     output_tokens = sum(request.output_tokens for request in requests)
-    cached = sum(request.cached_tokens for request in requests[:: ask.n])
+    first = requests[:: ask.n]
+    cached = sum(one.cached_tokens if one.prefill_cached is None else one.prefill_cached for one in first)
     return {
         "prompt_tokens": ask.prompt_tokens,
         "total_tokens": ask.prompt_tokens + output_tokens,
@@ -58,15 +59,18 @@ class Writer:
         self._index = {request: index for index, request in enumerate(requests)}
         self._object = "chat.completion" if ask.chat else "text_completion"
 
-    def whole(self) -> bytes:
-        """Return the whole answer, for a request that is not streamed, when all sequences are finished."""
+    def whole(self, **more: Any) -> bytes:
+        """Return the whole answer, for a request that is not streamed, when all sequences are finished.
+
+        more: further fields.
+        """
         choices = [self._choice(index, request) for index, request in enumerate(self._requests)]
         body = {**self._head, "object": self._object, "choices": choices, "usage": usage(self.ask, self._requests)}
         if self.ask.chat and self.ask.token_ids:
             body["prompt_token_ids"] = self.ask.prompts[0]
         if self.ask.chat and self.ask.prompt_logprobs:
             body["prompt_logprobs"] = _prompt_logprobs(self.ask.prompts[0])
-        return orjson.dumps(body)
+        return orjson.dumps(body | more)
 
     def chunk(self, output: Output) -> bytes:
         """Return an event of a stream. The first event of a chat names the role, too."""
@@ -82,6 +86,12 @@ class Writer:
         if self.ask.token_ids:
             choice["token_ids"] = list(output.token_ids)
         return self._event([choice])
+
+    def failure(self, error: RefusedError, *, first: bool) -> bytes:
+        """Return the end of a stream that failed. As in vLLM, a chat has named the role before."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        begin = self._event([choice]) if first and self.ask.chat else b""
+        return begin + b"data: " + orjson.dumps(error_body(error)) + b"\n\n" + DONE
 
     def usage_chunk(self) -> bytes:
         return self._event([], usage=usage(self.ask, self._requests))

@@ -37,6 +37,7 @@ class BlockPool:
         self.blocks = blocks
         self.listener = listener
         self.on_copy_removed: Callable[[bytes], object] | None = None  # called with the hash of every evicted block
+        self.wrong: set[int] = set()  # blocks whose content belongs to other tokens than their hash says
         self.evicted = 0  # blocks whose content was lost to make room, since the start
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._references = [0] * blocks
@@ -124,11 +125,13 @@ class BlockPool:
             return False
         self._holders = {}
         self._hash_of = [None] * self.blocks
+        self.wrong.clear()
         if self.listener is not None:
             self.listener.cleared()
         return True
 
     def _forget(self, block: int) -> None:
+        self.wrong.discard(block)
         block_hash = self._hash_of[block]
         if block_hash is None:
             return

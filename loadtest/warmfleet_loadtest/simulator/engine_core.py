@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from warmfleet_loadtest.simulator.scheduler import Output
 from warmfleet_worker.load import Load
 from warmfleet_worker.protocol.wire import reservation_of
 from warmfleet_worker.speed_meter import SpeedMeter
@@ -17,7 +18,7 @@ from warmfleet_worker.speed_meter import SpeedMeter
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler
+    from warmfleet_loadtest.simulator.scheduler import Request, Scheduler
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 MAX_CATCH_UP = 0.25  # after a late event loop, most seconds by which the next steps end earlier to make up for it
@@ -30,7 +31,7 @@ class EngineCore:
     with every request that has finished or was aborted, and the reason. stepped: called whenever the cache may have
     changed.
     busy_s: seconds spent in steps. step_ends: when the step under way will end, or else the last step ended (by the
-    event loop's clock).
+    event loop's clock). runs: while it is not set, no step begins.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class EngineCore:
         self.stepped: Callable[[], None] = lambda: None
         self.arrived: Callable[[Request], None] = lambda _request: None
         self.ended: Callable[[Request, str], None] = lambda _request, _reason: None
+        self.runs = asyncio.Event()
+        self.runs.set()
         self.steps = 0
         self.busy_s = 0.0
         self.step_ends = 0.0
@@ -74,10 +77,23 @@ class EngineCore:
             self.ended(request, "abort")
             self._arrived.set()
 
+    def fail(self, request: Request) -> None:
+        """Give a request up: its answer ends with an error of the engine."""
+        sink = self._sinks.pop(request, None)
+        if sink is not None:
+            self.scheduler.abort(request)
+            sink.put_nowait(Output(request, (), first=False, finished=True, failed=True))
+            self.ended(request, "error")
+
+    def wake(self) -> None:
+        """Look for work again, because some has become possible."""
+        self._arrived.set()
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         clock = loop.time()
         while True:
+            await self.runs.wait()
             self._arrived.clear()
             step = self.scheduler.schedule()
             if step is None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.scheduler import Scheduler
+    from warmfleet_loadtest.simulator.transfers.counts import Counts
 
 
-def metrics_text(scheduler: Scheduler, model: str, busy_s: float) -> str:
+def metrics_text(scheduler: Scheduler, model: str, busy_s: float, transfers: Counts | None = None) -> str:
     """Write Prometheus text, version 0.0.4. busy_s: seconds spent in steps.
 
     Two counters are not vLLM's: seconds spent in steps, and evicted blocks.
@@ -37,6 +38,7 @@ def metrics_text(scheduler: Scheduler, model: str, busy_s: float) -> str:
         lines += [f"# TYPE vllm:{name} counter", f"vllm:{name}_total{{{labels}{more}}} {value}"]
     for name, spent in {"busy_seconds": round(busy_s, 6), "evicted_blocks": pool.evicted}.items():
         lines += [f"# TYPE sim:{name} counter", f"sim:{name}_total{{{labels}}} {spent}"]
+    lines += transfers.metrics(labels) if transfers else []
     config = {
         "block_size": scheduler.limits.block_tokens,
         "num_gpu_blocks": pool.blocks,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.engine_core import EngineCore
     from warmfleet_loadtest.simulator.scheduler import Request
     from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
+    from warmfleet_worker.protocol.transfer import Transfer
     from warmfleet_worker.tracker import Tracker
 
 
@@ -42,6 +43,7 @@ class Halves:
         tracker: Tracker,
         tokenizer: PromptTokenizer,
         artifacts: Mapping[str, bytes],
+        transfer: Transfer | None = None,
     ) -> None:
         scheduler = core.scheduler
         eviction = scheduler.follower.eviction if scheduler.follower is not None else None
@@ -56,6 +58,7 @@ class Halves:
             max_model_len=scheduler.limits.max_model_len,
             version=f"sim {VERSION}",
             closed=eviction is None or eviction.tail is None,  # T-LRU may evict a block but keep its successor
+            transfer=transfer,
         )
         yielded = eviction.yield_sessions if eviction is not None else None
         self.worker = WorkerPublisher(

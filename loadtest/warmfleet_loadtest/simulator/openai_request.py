@@ -56,7 +56,7 @@ class OpenAIRequest:
     token_ids: the answer lists its token ids (``return_token_ids``).
     echo: the answer begins with the prompt. logprobs, prompt_logprobs: the answer lists made-up logprobs of its tokens,
     or of the prompt's. The cache is skipped (``skip_cache``) if logprobs of the prompt are wanted.
-    tool: the function that the answer of a chat calls; empty: none.
+    tool: the function that the answer of a chat calls; empty: none. transfer: the ``kv_transfer_params`` of its blocks.
     """
 
     kind: str
@@ -76,6 +76,7 @@ class OpenAIRequest:
     logprobs: bool = False
     prompt_logprobs: bool = False
     tool: str = ""
+    transfer: dict[str, Any] | None = None
 
     @property
     def skip_cache(self) -> bool:
@@ -165,6 +166,7 @@ def parse(kind: str, raw: bytes, request_id: str | None, tokenizer: PromptTokeni
         logprobs=_wants(body, "logprobs"),
         prompt_logprobs=body.get("prompt_logprobs") is not None,
         tool=_tool(body) if kind == "chatcmpl" else "",
+        transfer=_transfer(body),
     )
     if len(ask.prompts) * ask.n > MAX_SEQUENCES:
         raise RefusedError(f"at most {MAX_SEQUENCES} sequences in a request", param="n")
@@ -183,20 +185,24 @@ def _check_imitated(kind: str, body: dict[str, Any]) -> None:
     """Raise RefusedError that names the first field whose effect an answer of this engine would lack."""
     for name, nothing in NOT_IMITATED.items():
         if body.get(name) not in nothing:
-            raise _not_imitated(name)
-    if _object(body, "kv_transfer_params").keys() - {"prompt_token_ids"}:
-        raise _not_imitated("kv_transfer_params")
+            raise not_imitated(name)
     if _object(body, "stream_options").keys() - {"include_usage"}:
-        raise _not_imitated("stream_options")
+        raise not_imitated("stream_options")
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     if kind == "chatcmpl" and _flag(body, "echo") and isinstance(last, dict) and last.get("role") == "assistant":
-        raise _not_imitated("echo")
+        raise not_imitated("echo")
     if kind == "chatcmpl" and body.get("logprobs"):
-        raise _not_imitated("logprobs")
+        raise not_imitated("logprobs")
     for name in ("echo", "logprobs", "prompt_logprobs"):
         if kind == "cmpl" and _flag(body, "stream") and _wants(body, name):
             raise RefusedError(f"This simulated engine does not imitate `{name}` in a stream.", param=name)
+
+
+def _transfer(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the parameters that are about blocks; None if there are none."""
+    told = _object(body, "kv_transfer_params")
+    return {name: value for name, value in told.items() if name != "prompt_token_ids"} or None
 
 
 def _tool(body: dict[str, Any]) -> str:
@@ -217,7 +223,8 @@ def _wants(body: dict[str, Any], name: str) -> bool:
     return type(value) is int or (value is not None and _flag(body, name))  # a number, even 0, asks for logprobs
 
 
-def _not_imitated(name: str) -> RefusedError:
+def not_imitated(name: str) -> RefusedError:
+    """Return the error for a field whose effect the answer of this engine would lack."""
     return RefusedError(f"This simulated engine does not imitate `{name}`: ask a real one.", param=name)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from warmfleet_loadtest.simulator.step_costs import StepWork
@@ -39,9 +40,23 @@ class Limits:
     sorts: bool = False
 
 
+class Leg(Enum):
+    """Which part of its work a request does here: all, only the prefill for another engine, or all but the prefill."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LOADING = "loading"  # DECODE, and its blocks are on their way
+    LOADED = "loaded"  # DECODE, and its blocks have come, or will not come
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence. hashes: of its full blocks, prompt and answer alike. priority: the lowest is computed first."""
+    """A sequence. hashes: of its full blocks, prompt and answer alike. priority: the lowest is computed first.
+
+    prefill_cached: takes the place of cached_tokens in ``usage``: the figure of the engine of its prefill. wrong: its
+    answer is made from blocks of other tokens.
+    """
 
     request_id: str
     prompt: Sequence[int]
@@ -59,6 +74,9 @@ class Request:
     entered: int = 0  # the number of its blocks that are in the cache
     last_digest: bytes | None = None
     admitted: bool = False  # True from its first admission, also after a preemption
+    leg: Leg = Leg.WHOLE
+    prefill_cached: int | None = None
+    wrong: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -91,12 +109,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The new tokens of a request after a step. first: they are the first tokens of its answer."""
+    """The new tokens of a request after a step. first: they are the first tokens of its answer.
+
+    failed: the engine gives the request up; there are no tokens.
+    """
 
     request: Request
     token_ids: Sequence[int]
     first: bool
     finished: bool
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -226,19 +248,33 @@ class Scheduler:
     def _schedule_waiting(self, planned: dict[Request, int], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_requests:
             request = self.waiting[0]
-            limit = 0 if request.skip_cache else (request.tokens - 1) // self.limits.block_tokens
-            hit = self._cached(request, limit)
-            needed = -(-request.tokens // self.limits.block_tokens) - len(hit)
-            if needed + self.pool.idle(hit) > self.pool.free:  # the whole sequence must fit
+            hit = self._fitting(request)
+            if hit is None:
                 return
             self.waiting.popleft()
             self._admit(request, hit)
-            tokens = min(request.tokens - request.computed, budget)
-            self._grow(request, tokens)
-            planned[request] = tokens
-            budget -= tokens
+            budget -= self._start(request, planned, budget)
+
+    def _fitting(self, request: Request) -> list[int] | None:
+        """Return the blocks of a waiting request that are in the cache; None if the rest of it does not fit."""
+        size = self.limits.block_tokens
+        hit = self._cached(request, 0 if request.skip_cache else (request.tokens - 1) // size)
+        needed = -(-request.tokens // size) - len(hit)
+        return None if needed + self.pool.idle(hit) > self.pool.free else hit  # the whole sequence must fit
+
+    def _start(self, request: Request, planned: dict[Request, int], budget: int) -> int:
+        """Plan the first tokens of an admitted request, at most ``budget``; return their number."""
+        tokens = min(request.tokens - request.computed, budget)
+        self._grow(request, tokens)
+        planned[request] = tokens
+        return tokens
 
     def _admit(self, request: Request, hit: list[int]) -> None:
+        self._hold(request, hit)
+        self.running.append(request)
+
+    def _hold(self, request: Request, hit: list[int]) -> None:
+        """Use blocks of the cache for a request that was waiting."""
         self.pool.touch(hit)
         request.blocks = list(hit)
         request.entered = len(hit)
@@ -249,7 +285,6 @@ class Scheduler:
             self.totals.queries += request.tokens
             self.totals.hits += request.computed
             self.totals.prompt_tokens += request.prompt_tokens
-        self.running.append(request)
 
     # ------------------------------------------------ blocks
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS = 4_096  # number of vocabulary words from which answers are put together; a power of two
+#: The token of which an answer consists that was computed from wrong blocks, and its text. It is in no vocabulary.
+WRONG_ID, WRONG_TEXT = 2**31 - 1, " WRONG-BLOCKS"
 _WORD = re.compile(r"Ġ[a-z]{3,10}\Z")
 
 
@@ -111,14 +113,14 @@ class PromptTokenizer:
 
     @cached_property
     def _texts(self) -> dict[int, str]:
-        return dict(self.words)
+        return {**dict(self.words), WRONG_ID: WRONG_TEXT}
 
     def decoded(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token id, which need not be in ``words``."""
         return [self.tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer whose token ids are all in ``words``."""
+        """Return the text of an answer whose token ids are all in ``words``, or are WRONG_ID."""
         return "".join([self._texts[token_id] for token_id in token_ids])
 
     # ------------------------------------------------ announced to the fleet
