@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -236,3 +236,33 @@ def test_engines_without_the_plugin_keep_their_conversations_and_may_die() -> No
             for turn in range(4):
                 messages += [first.json()["choices"][0]["message"], {"role": "user", "content": f"after {turn}"}]
                 assert chat(address, messages).headers["x-warmfleet-worker"] != home
+
+
+def test_prefill_and_decode_on_different_engines() -> None:
+    """The engines are processes, so they can be killed; what a dead one had computed is computed again."""
+    with up("--prefill", "1", "--decode", "1", "--replicas", "1") as command:
+        command.wait_ready()
+        page = re.search(r"^Its metrics: +(\S+)/metrics", command.output, re.MULTILINE)
+        assert page is not None
+        [model] = httpx.get(f"{page[1]}/workers", timeout=5).json()["models"]
+        assert {name: model["pairs"][name] for name in ("prefill", "decode", "pairs")} == {
+            "prefill": 1,
+            "decode": 1,
+            "pairs": 1,
+        }
+        urls = {worker["worker_id"]: worker["url"] for worker in model["workers"]}
+        body = {"prompt": list(range(200)), "max_tokens": 4}
+
+        def step(engine: str, params: dict[str, Any]) -> dict[str, Any]:
+            made = httpx.post(f"{urls[engine]}/v1/completions", json={**body, "kv_transfer_params": params}, timeout=30)
+            return dict(made.raise_for_status().json())
+
+        first, second = (step("prefill-1.0", {"do_remote_decode": True})["kv_transfer_params"] for _ in range(2))
+        whole = step("decode-1.0", first)["choices"][0]["text"]
+        with suppress(httpx.TransportError):
+            httpx.post(f"{urls['prefill-1.0']}/sim/faults", json={"die": "now"}, timeout=5)
+        assert "prefill-1 died (exit code 1)" in command.read_until("died")
+        body["prompt"] = list(range(1, 201))
+        assert "WRONG" not in step("decode-1.0", second)["choices"][0]["text"] != whole
+        counts = httpx.get(f"{urls['decode-1.0']}/sim/transfers", timeout=5).json()
+        assert (counts["transfers"], counts["failed_transfers"], counts["recomputed"]) == (1, 1, 1)

@@ -14,6 +14,9 @@ import pytest
 from tests.support.engines.transferring import CONSUMER, PRODUCER, Transferring, pair, text_of, transferring
 from tests.support.polling import poll
 
+from warmfleet.fleet import Fleet
+from warmfleet.fleet.client import connect
+from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.simulator.transfers.config import Link, read_config
 
@@ -424,3 +427,27 @@ async def test_an_unknown_fault_is_refused(two: tuple[Transferring, Transferring
 async def test_an_engine_without_the_option_refuses_the_parameters() -> None:
     async with transferring(None) as engine:
         assert (await engine.ask(PROMPT, {"do_remote_decode": True})).status_code == 400
+
+
+async def test_engines_announce_their_roles_and_pair(valkey_url: str, model: str) -> None:
+    store = connect(valkey_url, timeout_s=5)
+    fleet = Fleet(store, model)
+    async with pair() as (prefill, decode):
+        for name, engine in (("p", prefill), ("d", decode)):
+            url = str(engine.http.base_url).rstrip("/")
+            engine.engine.join(Membership(valkey_url, model, ("demo",), name, url), {})
+
+        async def joined() -> bool:
+            await fleet.upkeep.step()
+            return all(worker.server for worker in await fleet.workers.read()) and len(await fleet.workers.read()) == 2
+
+        await poll(joined, 20)
+        told = {worker.worker_id: worker.transfer for worker in await fleet.workers.read()}
+        first, second = told["p.0"], told["d.0"]
+        counts = await prefill.counts()
+    assert first is not None
+    assert second is not None
+    assert (first.role, second.role, second.recomputes) == ("prefill", "decode", True)
+    assert (first.engine_id, first.port, first.lease_s) == (counts["engine_id"], counts["side_channel"], 30)
+    assert first.kin == second.kin
+    await store.aclose()

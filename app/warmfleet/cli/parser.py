@@ -54,6 +54,8 @@ examples:
   warmfleet up --worker http://gpu1:8000 --worker http://gpu2:8000
                                                    your own vLLM engines, without the plugin: their cached
                                                    blocks are inferred from the requests sent to them
+  warmfleet up --prefill 2 --decode 2              prefill and decode on different engines: two compute prompts, two
+                                                   write answers; `warmfleet workers` shows roles and pairs
   warmfleet up --engine vllm --engines 2           real vLLM on the CPU with a tiny model (after `make vllm`)
   warmfleet up --engine vllm -- --max-model-len 8192 --block-size 64
                                                    the same with flags for vLLM
@@ -311,6 +313,9 @@ def _up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engines that are started for you").add_argument
     add("--engines", type=_count, help="number of engines (default 4; 2 with --engine vllm)")
     add("--engine", choices=("sim", "vllm"), default="sim", help="kind (default %(default)s)")
+    role_help = "simulated engines that compute prompts for the others; needs --decode"
+    add("--prefill", metavar="N", type=_count, help=role_help)
+    add("--decode", metavar="N", type=_count, help="simulated engines that take computed prompts and write answers")
     add("--model", help="served model name (sim) or model folder (vllm)")
     add("--step-time", metavar="PRESET", help="speed of simulated engines: preset or scale factor")
     add("--vllm-python", metavar="PATH", help="interpreter that has vLLM (default .venv-vllm/bin/python)")

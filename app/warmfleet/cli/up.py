@@ -76,8 +76,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise CommandError("--tokenizer needs the package transformers: pip install 'transformers>=5'")
     if options.engine_flags and options.engine != "vllm":
         raise CommandError(f"{options.engine_flags[0]!r} is for vLLM: add --engine vllm")
+    prefill, decode = options.prefill or 0, options.decode or 0
+    _check_roles(options)
     engines = EngineOptions(
-        count=options.engines or (2 if options.engine == "vllm" else 4),
+        count=prefill + decode or options.engines or (2 if options.engine == "vllm" else 4),
+        prefill=prefill,
+        decode=decode,
         kind=options.engine,
         model=options.model or "",
         step_time=options.step_time or "",
@@ -102,6 +106,21 @@ def plan_of(options: argparse.Namespace) -> Plan:
         tokenizer=options.tokenizer or "",
         logs=Path(options.logs) if options.logs else None,
     )
+
+
+def _check_roles(options: argparse.Namespace) -> None:
+    """Raise CommandError if no engines can have the wanted roles."""
+    if not options.prefill and not options.decode:
+        return
+    if not (options.prefill and options.decode):
+        raise CommandError("--prefill and --decode belong together: neither engine can serve the other's part")
+    if options.engines or options.worker:
+        raise CommandError("--prefill and --decode say how many engines to start: leave out --engines and --worker")
+    if options.engine == "vllm":
+        raise CommandError(
+            "--prefill and --decode start simulated engines. Real vLLM needs the package nixl: give each engine "
+            "--kv-transfer-config yourself and name them with --worker (app/docs/operate.md)"
+        )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -40,6 +40,20 @@ def test_a_model_that_would_be_a_pool_is_refused(words: tuple[str, ...]) -> None
         up.plan_of(build_parser().parse_args(["up", *words]))
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--prefill", "1"), "belong together"),
+        (("--prefill", "1", "--decode", "1", "--engines", "2"), "leave out --engines"),
+        (("--prefill", "1", "--decode", "1", "--worker", "http://a"), "leave out --engines and --worker"),
+        (("--prefill", "1", "--decode", "1", "--engine", "vllm"), "start simulated engines"),
+    ],
+)
+def test_roles_that_no_engines_can_have_are_refused(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(CommandError, match=why):
+        up.plan_of(build_parser().parse_args(["up", *words]))
+
+
 @pytest.mark.parametrize(("models", "noted"), [("", False), ("demo", False), ("demo#1,demo#2", True)])
 def test_models_of_the_environment_have_no_effect_and_that_is_told(
     models: str, noted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

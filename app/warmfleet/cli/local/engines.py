@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 TINY_MODEL = Path("models/tiny")
+#: What engines of a role are started with, beside the role. Without the policy, a lost transfer would fail its request.
+KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
 NO_SIMULATOR = (
     "the simulated engines are not installed: run pip install ./worker_plugin './loadtest[demo]' in a checkout of "
     "Warmfleet, or name engines that you already run with `warmfleet up --worker URL`"
@@ -32,7 +35,8 @@ class EngineOptions:
 
     ``kind`` is ``sim`` or ``vllm``. ``model`` is the served name of simulated engines, or the folder of vLLM's model.
     ``step_time``, for simulated engines, names a preset or is a factor. ``blocks`` is the size of the cache; 0 leaves
-    the engine's default. ``flags`` go behind those of this module.
+    the engine's default. ``flags`` go behind those of this module. The first ``prefill`` engines compute prompts for
+    others, the next ``decode`` ones take what those computed; ``count`` engines in all.
     """
 
     count: int = 4
@@ -42,6 +46,21 @@ class EngineOptions:
     blocks: int = 0
     vllm_python: str = ""
     flags: tuple[str, ...] = ()
+    prefill: int = 0
+    decode: int = 0
+
+    def kv_role(self, number: int) -> str:
+        """Return vLLM's word for what the engine of this number, from 1 on, does for others; empty: nothing."""
+        if number <= self.prefill:
+            return "kv_producer"
+        return "kv_consumer" if number <= self.prefill + self.decode else ""
+
+    def name(self, number: int) -> str:
+        """Name the engine of this number, from 1 on: by its role, if it has one, else by its kind."""
+        role = self.kv_role(number)
+        if role == "kv_consumer":
+            return f"decode-{number - self.prefill}"
+        return f"{'prefill' if role else self.kind}-{number}"
 
     @property
     def served_name(self) -> str:
@@ -55,8 +74,13 @@ def require_simulator() -> None:
         raise CommandError(NO_SIMULATOR)
 
 
-def engine_command(options: EngineOptions, name: str, port: int, redis_url: str) -> tuple[list[str], dict[str, str]]:
-    """Make the command line of an engine, and its environment's variables. Raises CommandError if vLLM is missing."""
+def engine_command(
+    options: EngineOptions, name: str, port: int, redis_url: str, kv_role: str = ""
+) -> tuple[list[str], dict[str, str]]:
+    """Make the command line of an engine, and its environment's variables. Raises CommandError if vLLM is missing.
+
+    kv_role: of a simulated engine: whether it computes prompts for others, or takes them; empty: neither.
+    """
     if options.kind == "vllm":
         return _vllm(options, name, port, redis_url)
     argv = [sys.executable, "-m", "warmfleet_loadtest.engine", "--port", str(port), "--model", options.served_name]
@@ -66,7 +90,11 @@ def engine_command(options: EngineOptions, name: str, port: int, redis_url: str)
         argv += ["--blocks", str(options.blocks)]
     argv += options.flags
     # The store's URL may hold a password, and process lists show arguments.
-    return argv, {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
+    environment = {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
+    if kv_role:
+        argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER | {"kv_role": kv_role})]
+        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}  # any free port
+    return argv, environment
 
 
 def demo_template_sha256() -> str:

@@ -195,8 +195,8 @@ class Stack:
         options = self.plan.engines
         self.models = self.names = (options.served_name,)
         for number in range(1, options.count + 1):
-            name, port = f"{options.kind}-{number}", free_port()
-            argv, environment = engine_command(options, name, port, self.redis_url)
+            name, port = options.name(number), free_port()
+            argv, environment = engine_command(options, name, port, self.redis_url, options.kv_role(number))
             child = self.children.start(name, argv, environment, stop_seconds=30 if options.kind == "vllm" else 3)
             self.engines.append(Member(name, f"http://127.0.0.1:{port}", child))
 

@@ -39,6 +39,17 @@ class TestEngineCommands:
         read = engine.parser().parse_args(argv[3:])  # the engine's own parser accepts it
         assert (read.step_time, read.blocks, read.port) == ("2", 64, 9)
 
+    def test_engines_have_the_roles_that_are_wanted(self) -> None:
+        options = EngineOptions(count=3, prefill=1, decode=2)
+        assert [options.kv_role(number) for number in (1, 2, 3)] == ["kv_producer", "kv_consumer", "kv_consumer"]
+        assert [options.name(number) for number in (1, 2, 3)] == ["prefill-1", "decode-1", "decode-2"]
+        argv, _environment = engine_command(options, "prefill-1", 9, "redis://h", options.kv_role(1))
+        found = engine.transfer_config(engine.parser().parse_args(argv[3:]))
+        assert found is not None
+        assert (found.role, found.recomputes) == ("kv_producer", True)
+        argv, _environment = engine_command(EngineOptions(), "sim-1", 9, "redis://h", EngineOptions().kv_role(1))
+        assert "--kv-transfer-config" not in argv
+
     def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
         with pytest.raises(CommandError, match="make vllm"):
             engine_command(EngineOptions(kind="vllm", vllm_python="/nonexistent"), "vllm-1", 9, "")
