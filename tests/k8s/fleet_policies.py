@@ -6,6 +6,7 @@ They have the form of the checks in policies.py. ``CHECKS`` here holds the check
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -258,6 +259,45 @@ def monitors(objects: list[Manifest], _: Program) -> list[str]:
     return problems
 
 
+def transfers(objects: list[Manifest], _: Program) -> list[str]:
+    """Engines that hand blocks to one another reach each other, have ids of their own, and lose no request by it."""
+    problems = []
+    for workload in of_role(objects, "worker"):
+        engine, where = pod(workload)["containers"][0], name_of(workload)
+        options = [arg for arg in engine.get("args", []) if arg.startswith("--kv-transfer-config=")]
+        if not options:
+            continue
+        told = json.loads(options[-1].partition("=")[2])
+        problems += [f"{where}: {len(options)} times --kv-transfer-config"] * (len(options) != 1)
+        problems += [f"{where}: engine_id outlives a restart"] * ("engine_id" in told)
+        if told["kv_role"] != "kv_producer" and told.get("kv_load_failure_policy") != "recompute":
+            problems.append(f"{where}: a lost transfer fails its request")
+        given = {entry["name"]: entry for entry in engine["env"]}
+        host = given.get("VLLM_NIXL_SIDE_CHANNEL_HOST", {}).get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+        problems += [f"{where}: its side channel is not at its pod's address"] * (host != "status.podIP")
+        port = int(given.get("VLLM_NIXL_SIDE_CHANNEL_PORT", {}).get("value", 5600))
+        problems += [f"{where}: port {port} is not declared"] * (port not in declared(workload))
+        if not any(_between_engines(policy, workload, port) for policy in of_kind(objects, "NetworkPolicy")):
+            problems.append(f"{where}: no way to other engines")
+    return problems
+
+
+def _between_engines(policy: Manifest, workload: Manifest, port: int) -> bool:
+    """Whether a policy lets such engines speak to one another at a port, and at others, which UCX chooses."""
+    spec, own = policy["spec"], labels(workload)
+    ways = [(spec.get("ingress", []), "from"), (spec.get("egress", []), "to")]
+    return matches(spec["podSelector"], own) and all(
+        any(
+            any("podSelector" in peer and matches(peer["podSelector"], own) for peer in rule.get(direction, []))
+            and any(
+                entry["port"] <= port < entry.get("endPort", 0) for entry in rule["ports"] if entry["port"] != "http"
+            )
+            for rule in rules
+        )
+        for rules, direction in ways
+    )
+
+
 def _lets_prometheus_in(policy: Manifest, workload: Manifest, port: str) -> bool:
     return matches(policy["spec"]["podSelector"], labels(workload)) and any(
         "kubernetes.io/metadata.name': 'monitoring" in str(rule.get("from"))
@@ -357,5 +397,6 @@ def _no_certificate(where: str, names: list[str]) -> list[str]:
 
 
 CHECKS: dict[str, Check] = policies.CHECKS | {
-    check.__name__: check for check in (kinds, models, redis, secrets, images, engines, scaling, edges, monitors)
+    check.__name__: check
+    for check in (kinds, models, redis, secrets, images, engines, scaling, edges, monitors, transfers)
 }

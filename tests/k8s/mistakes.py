@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,17 @@ def _metric(objects: dict[str, Manifest]) -> Any:
 
 def _note(objects: dict[str, Manifest], name: str) -> None:
     _spec(objects, "Deployment/router")["template"]["metadata"].update(annotations={name: "true"})
+
+
+def _decode_variable(objects: dict[str, Manifest], name: str) -> Any:
+    return next(entry for entry in container(objects, "Deployment/worker-chat")["env"] if entry["name"] == name)
+
+
+def _transfer(objects: dict[str, Manifest], **values: Any) -> None:
+    """Change the KV connector of the decode engines."""
+    engine = container(objects, "Deployment/worker-chat")
+    told = json.loads(engine["args"].pop().partition("=")[2])
+    engine["args"].append(f"--kv-transfer-config={json.dumps(told | values)}")
 
 
 def _unlabelled(objects: dict[str, Manifest], *kinds: str) -> None:
@@ -321,6 +333,21 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
         lambda o: _url(o, "redis://router:$(REDIS_PASSWORD)@redis:6379/0"),
     ),
     "no authority": ("tls", "redis", "no file /run/redis-ca/ca.crt", lambda o: container(o)["volumeMounts"].clear()),
+    "transfers that fail requests": (
+        "prefill-decode", "transfers", "a lost transfer fails its request",
+        lambda o: _transfer(o, kv_load_failure_policy="fail"),
+    ),
+    "an engine's id that stays": (
+        "prefill-decode", "transfers", "engine_id outlives a restart", lambda o: _transfer(o, engine_id="decode-1"),
+    ),
+    "a side channel that others cannot reach": (
+        "prefill-decode", "transfers", "not at its pod's address",
+        lambda o: _decode_variable(o, "VLLM_NIXL_SIDE_CHANNEL_HOST").pop("valueFrom"),
+    ),
+    "no way between engines": (
+        "prefill-decode", "transfers", "no way to other engines",
+        lambda o: o.pop("NetworkPolicy/worker-transfers-chat"),
+    ),
     "no TLS for clients": ("tls", "edges", "no TLS", lambda o: _spec(o, "Ingress/router").pop("tls")),
     "a host without TLS": (
         "tls", "edges", "b.example.com is not covered",

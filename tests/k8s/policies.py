@@ -189,7 +189,8 @@ def ports(objects: list[Manifest], _: Program) -> list[str]:
             wanted = [probe[how]["port"] for _, probe in probes_of(container) for how in NETWORK_PROBES if how in probe]
             problems += _missing(name_of(workload), wanted, declared_by(container))
     for item in of_kind(objects, "NetworkPolicy"):
-        rules = [port["port"] for rule in item["spec"].get("ingress", []) for port in rule.get("ports", [])]
+        opened = [port for rule in item["spec"].get("ingress", []) for port in rule.get("ports", [])]
+        rules = [port["port"] for port in opened if "endPort" not in port]  # a library chooses ports of a range
         for workload in workloads(objects):
             if matches(item["spec"]["podSelector"], labels(workload)):
                 problems += _missing(name_of(item), rules, declared(workload))

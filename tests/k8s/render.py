@@ -26,6 +26,7 @@ COMBINATIONS: dict[str, Parts] = {
     "root": "",
     "prod": "overlays/prod",
     "two-models": "overlays/two-models",
+    "prefill-decode": "overlays/prefill-decode",
     "tls": [
         *(CHAT, "plugin-init", "model-cache", "redis", "redis-tls", "pools", "client-keys", "engine-key"),
         *("hpa-queue", "monitoring", "ingress"),

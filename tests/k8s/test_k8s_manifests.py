@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,9 @@ def test_every_component_is_in_a_combination() -> None:
     listed = {part for parts in every_combination().values() for part in parts if "/" not in part}
     quick = {part for parts in COMBINATIONS.values() if not isinstance(parts, str) for part in parts if "/" not in part}
 
-    assert listed == folders - {"hpa-model"}, "that is in folders of models"
-    assert quick == folders - {"hpa-model", "simulated-engines"}, "the latter are in the root"
+    in_folders = {"hpa-model", "prefill-decode"}  # of models, in shipped overlays
+    assert listed == folders - in_folders
+    assert quick == folders - in_folders - {"simulated-engines"}, "the latter are in the root"
 
 
 def test_the_root_is_a_whole_fleet_with_simulated_engines_in_a_namespace_of_its_own(rendered: dict[str, str]) -> None:
@@ -56,6 +58,22 @@ def test_the_root_is_a_whole_fleet_with_simulated_engines_in_a_namespace_of_its_
     # Applying the root to a cluster with a fleet in production must not replace that fleet.
     assert {item["metadata"].get("namespace", item["metadata"]["name"]) for item in objects.values()} == {DEV}
     assert DEV not in {item["metadata"].get("namespace") for item in prod}
+
+
+def test_prefill_and_decode_engines_differ_in_nothing_but_their_role(rendered: dict[str, str]) -> None:
+    objects = {name_of(item): item for item in parse(rendered["prefill-decode"])}
+    made = [container(objects, f"Deployment/worker{role}-chat") for role in ("-prefill", "")]
+
+    transfers = [json.loads(part["args"].pop().removeprefix("--kv-transfer-config=")) for part in made]
+    assert made[0] == made[1]
+    assert [transfer.pop("kv_role") for transfer in transfers] == ["kv_producer", "kv_consumer"]
+    assert transfers[0] == transfers[1] == {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        selectors = [
+            objects[f"{kind}/worker{role}-chat"]["spec"]["selector"]["matchLabels"] for role in ("-prefill", "")
+        ]
+        assert [found.pop("app.kubernetes.io/component") for found in selectors] == ["prefill", "decode"]
+        assert selectors[0] == selectors[1]
 
 
 @pytest.mark.parametrize("name", ["root", "prod"])
