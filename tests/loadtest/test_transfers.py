@@ -313,6 +313,16 @@ async def test_a_slow_handshake_costs_the_lease() -> None:
         assert "WRONG-BLOCKS" in text_of(await decode.ask(PROMPT, await prefill.prefill(PROMPT)))
 
 
+async def test_a_lease_that_ends_while_blocks_travel_gives_a_wrong_answer() -> None:
+    """The decode engine's lease is longer, so that its heartbeats come too late."""
+    async with pair(SHORT_LEASE) as (prefill, decode):
+        await prefill.order(bytes_per_s=13 * BLOCK_BYTES / 0.6)
+        assert "WRONG-BLOCKS" in text_of(await decode.ask(PROMPT, await prefill.prefill(PROMPT)))
+        assert (await decode.counts())["violations"] == {"expired": 1}
+        counts = await prefill.counts()
+        assert (counts["expired"], counts["late"]) == (1, 1)
+
+
 async def test_one_transfer_at_a_time_over_a_link(two: tuple[Transferring, Transferring]) -> None:
     prefill, decode = two
     prompts = [[start, *PROMPT[1:]] for start in range(3)]
