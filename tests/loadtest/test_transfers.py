@@ -242,6 +242,15 @@ async def test_a_failed_transfer_is_computed(two: tuple[Transferring, Transferri
     assert counts["violations"] == ({"unknown_engine": 1} if "remote_engine_id" in change else {})
 
 
+async def test_a_restarted_engine_gives_no_blocks_of_its_past(two: tuple[Transferring, Transferring]) -> None:
+    prefill, decode = two
+    params = await prefill.prefill(PROMPT)
+    await decode.ask(PROMPT[::-1], await prefill.prefill(PROMPT[::-1]))  # the engines know each other
+    prefill.engine.transfers.prefill.engine_id = "restarted"  # type: ignore[union-attr]
+    assert text_of(await decode.ask(PROMPT, params)) == await plain()
+    assert (await decode.counts())["violations"] == {"unknown_engine": 1}
+
+
 async def test_engines_of_different_versions_exchange_nothing() -> None:
     async with pair(PRODUCER, replace(CONSUMER, version="0.33.0")) as (prefill, decode):
         assert text_of(await decode.ask(PROMPT, await prefill.prefill(PROMPT))) == await plain()
@@ -340,13 +349,16 @@ async def test_a_refused_decode_frees_the_blocks_if_its_body_is_valid(
     two: tuple[Transferring, Transferring], wrong: dict[str, Any], left: int
 ) -> None:
     prefill, decode = two
-    answer = await decode.ask(PROMPT, await prefill.prefill(PROMPT), **wrong)
+    params = await prefill.prefill(PROMPT)
+    answer = await decode.ask(PROMPT, params, **wrong)
     assert answer.status_code in (400, 404)
     if left:
         await prefill.ask(PROMPT[:40])
         assert (await prefill.counts())["pinned_blocks"] == left
     else:
         await poll(lambda: _is(prefill, pinned_blocks=0))
+        assert "WRONG-BLOCKS" in text_of(await decode.ask(PROMPT, params))
+        assert (await decode.counts())["violations"] == {"twice": 1}
 
 
 async def test_a_client_that_leaves_frees_the_blocks_of_both() -> None:

@@ -148,7 +148,7 @@ class DecodeSide:
         by_source["local_compute"] += request.prompt_tokens - local - remote
 
     async def _shake_hands(self, remote: Remote) -> None:
-        """Learn whom the address belongs to. An address where nobody answers costs as long as in vLLM."""
+        """Compare settings. An address where nobody answers costs as long as in vLLM."""
         if remote.engine_id in self._known:
             return
         loop = asyncio.get_running_loop()
@@ -159,8 +159,6 @@ class DecodeSide:
         except LoadError:
             await asyncio.sleep(ends - loop.time())
             raise
-        if there["engine_id"] != remote.engine_id:
-            raise LoadError("unknown_engine")
         if there["same"] != self.same:
             raise LoadError("settings")
         self._known.add(remote.engine_id)

@@ -133,7 +133,7 @@ class PrefillSide:
 
     async def _handshake(self, _http: web.Request) -> web.Response:
         await asyncio.sleep(self._faults.handshake_s)
-        return web.json_response({"engine_id": self.engine_id, "same": dict(self.same)})
+        return web.json_response({"same": dict(self.same)})
 
     async def _heartbeat(self, http: web.Request) -> web.Response:
         pin = self._pins.get((await http.json())["request"])
@@ -163,7 +163,7 @@ class PrefillSide:
             return web.json_response({"violation": violation, "wrong": True})
         if pin.state == EXPIRED:
             self._counts.late += 1
-            violation = violation or "expired"  # while the blocks were sent
+            violation = violation or "expired"  # before, or while the blocks were sent
         self._end(pin, READ)
         return web.json_response({"violation": violation, "wrong": bool(violation) or pin.wrong})
 
@@ -171,10 +171,10 @@ class PrefillSide:
     def _verdict(pin: Pin | None, ask: Mapping[str, Any]) -> str:
         if pin is None:
             return "unknown_request"
-        if pin.readers or pin.state == READ:
+        if pin.readers:
             return "twice" if ask["by"] in pin.readers else "two_engines"
-        if pin.state != HELD:
-            return "expired" if pin.state == EXPIRED else "twice"
+        if pin.state == RELEASED:  # by a decode engine that was given the parameters
+            return "twice"
         return "" if ask["prompt"] == pin.prompt and ask["blocks"] == len(pin.blocks) else "prompt"
 
     async def _sent(self, count: int) -> None:
