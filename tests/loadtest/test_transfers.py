@@ -356,7 +356,7 @@ async def test_a_refused_decode_frees_the_blocks_if_its_body_is_valid(
         await prefill.ask(PROMPT[:40])
         assert (await prefill.counts())["pinned_blocks"] == left
     else:
-        await poll(lambda: _is(prefill, pinned_blocks=0))
+        await poll(lambda: _is(prefill, pinned_blocks=0), 15)
         assert "WRONG-BLOCKS" in text_of(await decode.ask(PROMPT, params))
         assert (await decode.counts())["violations"] == {"twice": 1}
 
@@ -372,7 +372,7 @@ async def test_a_client_that_leaves_frees_the_blocks_of_both() -> None:
         body = {"prompt": PROMPT, "kv_transfer_params": params}
         with suppress(httpx.ReadTimeout):
             await decode.http.post("/v1/completions", json=body, timeout=0.2)
-        await poll(lambda: _is(prefill, pinned_blocks=0))
+        await poll(lambda: _is(prefill, pinned_blocks=0), 15, "freed before the lease ends")
         await poll(lambda: decode.engine.core.scheduler.pool.usage == 0)
 
 
