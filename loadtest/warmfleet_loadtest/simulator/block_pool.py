@@ -125,7 +125,6 @@ class BlockPool:
             return False
         self._holders = {}
         self._hash_of = [None] * self.blocks
-        self.wrong.clear()
         if self.listener is not None:
             self.listener.cleared()
         return True
