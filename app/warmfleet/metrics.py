@@ -234,6 +234,10 @@ class Metrics:
             "client result",
         )
         self.settled = self._counter("settled_reservations", "Reservations by how their request ended", "outcome")
+        self.left = self._counter(
+            "left_reservations",
+            "Reservations that a picker left to their engines, which report the end (picker.md)",
+        )
         self.settle_failures = self._counter(
             "settle_failures", "Settlements that Redis did not take; they are sent again, or the lease expires"
         )

@@ -279,6 +279,11 @@ class Settings:
     epp_health_port: int = _setting(
         0, "port for gRPC health checks without TLS, as kubelets send them, of the picker; 0 = on its own port only"
     )
+    epp_leaves: bool = _setting(
+        True,
+        "end a gateway's call behind the request if the engine reports the ends of requests, so that the answer passes "
+        "by (picker.md); False = stay until the answer ends, for gateways that take the end of a call for a failure",
+    )
     tls_cert: str = _setting(
         "",
         "PEM file of this replica's certificate and those between it and its authority; empty = no TLS (security.md)",

@@ -130,7 +130,7 @@ async def world(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> As
     model, port = f"test/{uuid.uuid4().hex[:12]}", two_ports()
     folder = tmp_path_factory.mktemp("kills")
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(simulated(valkey_url, model, "one"))
+        engine = await stack.enter_async_context(simulated(valkey_url, model, "one", reports_ends=False))
         parent, admin = await stack.enter_async_context(replicas(folder, valkey_url, model, port))
         places = [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
         gateway = await stack.enter_async_context(envoy(folder, places, [engine.url.removeprefix("http://")], DRILLED))

@@ -1,5 +1,7 @@
 """A replica as picker behind a real Envoy, in each way in which a gateway may send bodies.
 
+The engines do not report the ends of requests, so that the calls stay open (test_envoy_ended has the others).
+
 Every case asserts the client's status and bytes, the outcome of the reservation, the number of tries that Envoy made,
 and that no load is left.
 """
@@ -7,38 +9,29 @@ and that no load is left.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import uuid
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from tests.envoy.envoy import ENDPOINT, MODES, OTHERS, Envoy, Logged, Mode, envoy
-from tests.support.engines.simulated import Simulated, simulated
+from tests.envoy.envoy import ENDPOINT, MODES, OTHERS, Mode
+from tests.envoy.world import PATH, World, cut, many, running_world
 from tests.support.polling import poll
-from tests.support.replicas.replica import Replica, replica
 from tests.support.requests.http2 import Peer
 
-from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits
-from warmfleet.fleet.bookings import Outcome
 from warmfleet.picker import frames
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from warmfleet.pools.pool import Pool
+    from collections.abc import AsyncIterator
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
-PATH = "/v1/completions"
-OUTCOMES = get_args(Outcome)
 NO_OUTCOME = Counter[str]()
 BOTH = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 #: Modes in which the picker reads the prompt, so that it books the request.
@@ -47,124 +40,10 @@ BOOKING = pytest.mark.parametrize(
 )
 
 
-@dataclass
-class World:
-    """Two engines, a replica, an Envoy."""
-
-    model: str
-    engines: dict[str, Simulated]
-    replica: Replica
-    envoy: Envoy
-    client: aiohttp.ClientSession
-
-    def address(self, name: str) -> str:
-        return self.engines[name].url.removeprefix("http://")
-
-    def body(self, prompt: str = "Once upon a time", tokens: int = 5, **more: Any) -> dict[str, Any]:
-        return {"model": self.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **more}
-
-    async def ask(self, mode: Mode, body: dict[str, Any], **headers: str) -> Got:
-        """Send a request through Envoy; return its whole answer."""
-        case = uuid.uuid4().hex
-        data = io.BytesIO(json.dumps(body).encode())
-        headers = {"content-type": "application/json", "x-case": case, **headers}
-        async with self.client.post(self.envoy.urls[mode.name] + PATH, data=data, headers=headers) as answer:
-            told = {name.lower(): value for name, value in answer.headers.items()}
-            return Got(case, answer.status, told, await answer.read())
-
-    async def logged(self, got: Got) -> Logged:
-        """Return Envoy's own account of the request."""
-        return await self.envoy.logged(got.case)
-
-    @property
-    def pool(self) -> Pool:
-        """The replica's own state of the pool."""
-        return cast("Pool", cast("Any", self.replica.server)._doors.unready.__self__.all[0])
-
-    async def queued(self, count: int) -> None:
-        """Return when so many requests wait in the queue."""
-        queue2 = self.replica.fleet.keys.queue2
-
-        async def seen() -> bool:
-            return await self.replica.fleet.redis.zcard(queue2) == count
-
-        await poll(seen, 10, f"{count} requests wait")
-
-    async def outcomes(self) -> Counter[str]:
-        """Return how many reservations had each outcome so far."""
-        page = (await self.replica.get("/metrics"))[1].decode()
-        named = {word: f'warmfleet_settled_reservations_total{{outcome="{word}"}} ' for word in OUTCOMES}
-        found = Counter[str]()
-        for line in page.splitlines():
-            for word, name in named.items():
-                if line.startswith(name):
-                    found[word] = int(float(line.removeprefix(name)))
-        return found
-
-    def running(self) -> int:
-        """Return the number of requests that the engines have."""
-        return sum(
-            len(engine.engine.core.scheduler.running) + len(engine.engine.core.scheduler.waiting)
-            for engine in self.engines.values()
-        )
-
-    @asynccontextmanager
-    async def busy(self) -> AsyncIterator[None]:
-        """Let every engine have so much work that a request has to wait."""
-        keys, store = self.replica.fleet.keys, self.replica.fleet.redis
-        workers = await self.replica.fleet.workers.read()
-        before = {worker.worker_id: worker.load.prefill_tokens for worker in workers}
-
-        async def set_prefill(change: Callable[[int], int]) -> None:
-            for worker in await self.replica.fleet.workers.read():
-                row = replace(worker.load, prefill_tokens=change(before[worker.worker_id]))
-                await store.hset(keys.load, worker.worker_id, row.pack(worker.worker_id))
-
-        await set_prefill(lambda tokens: tokens + 1_000_000_000)
-        try:
-            yield
-        finally:
-            await set_prefill(lambda tokens: tokens)
-
-
-@dataclass(frozen=True)
-class Got:
-    """An answer. ``case``: by which Envoy logs its request."""
-
-    case: str
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def error(self) -> dict[str, Any]:
-        return dict(json.loads(self.body)["error"])
-
-    @property
-    def tokens(self) -> int:
-        """The number of events of a whole stream; fails if it is cut off."""
-        assert self.body.endswith(b"data: [DONE]\n\n"), self.body[-100:]
-        return self.body.count(b"data: {")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    model, port = f"test/{uuid.uuid4().hex[:12]}", free_port()
-    async with AsyncExitStack() as stack:
-        engines = {
-            name: await stack.enter_async_context(simulated(valkey_url, model, name)) for name in ("left", "right")
-        }
-        settings: dict[str, Any] = {"epp_port": port, "max_engine_wait_s": 1.0, "queue_max": 1, "queue_timeout_s": 20.0}
-        made = await stack.enter_async_context(replica(valkey_url, model, **settings))
-        await made.routable(2)
-        await made.exact()
-        addresses = [engine.url.removeprefix("http://") for engine in engines.values()]
-        folder = tmp_path_factory.mktemp("envoy")
-        gateway = await stack.enter_async_context(envoy(folder, [f"127.0.0.1:{port}"], addresses, MODES + OTHERS))
-        client = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
-        )
-        yield World(model, engines, made, gateway, client)
+    async with running_world(valkey_url, tmp_path_factory.mktemp("envoy"), reports_ends=False) as made:
+        yield made
 
 
 @dataclass
@@ -451,28 +330,7 @@ async def test_an_engine_that_dies_while_it_answers_is_not_blamed(world: World, 
     assert world.pool.outliers.verdicts == {}
 
 
-def cut(engine: Simulated) -> None:
-    """Break all connections of an engine off, as its death does."""
-    runner = engine.engine._runner
-    assert runner is not None
-    assert runner.server is not None
-    for connection in runner.server.connections:
-        if connection.transport is not None:
-            connection.transport.abort()
-
-
 # ---------------------------------------------------------------- under load
-
-
-async def many(world: World, mode: Mode, count: int, at_once: int) -> list[Got]:
-    """Send so many streamed requests of different lengths; return their answers."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(number: int) -> Got:
-        async with gate:
-            return await world.ask(mode, world.body(f"Prompt {number}", tokens=1 + number % 30, stream=True))
-
-    return await asyncio.gather(*map(one, range(count)))
 
 
 async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:

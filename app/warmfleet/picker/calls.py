@@ -64,7 +64,9 @@ class Call(Protocol):
 
 
 class Calls:
-    """The state that all calls share. ``open``: all of them. ``longest_wait_s``: of a request in the queue."""
+    """The state that all calls share. ``open``: all of them. ``longest_wait_s``: of a request in the queue. ``leaves``:
+    calls end behind the request where nothing is lost by that.
+    """
 
     def __init__(
         self, picking: Picking, requests: ClientRequests, settings: Settings, metrics: Metrics, noting: Noting
@@ -73,6 +75,7 @@ class Calls:
         self.requests = requests
         self.body_max_bytes = settings.body_max_bytes
         self.longest_wait_s = settings.queue_timeout_s + LATER_S
+        self.leaves = settings.epp_leaves
         self.open: dict[Call, None] = {}
         self.memory = Memory(BODIES * settings.body_max_bytes)
         self._request_max_s = settings.request_max_s

@@ -166,12 +166,14 @@ class Http2Connection(asyncio.Protocol):
         elif stream.read and not stream.slow:
             self._renew(stream)
 
-    def end(self, stream: Stream, trailers: bytes) -> None:
-        """End a stream. The peer is told not to send the rest, if it has not ended its side."""
+    def end(self, stream: Stream, trailers: bytes, before: bytes = b"") -> None:
+        """End a stream. The peer is told not to send the rest, if it has not ended its side. before: frames that go out
+        in the same write.
+        """
         number = stream.number
         if not self._forget(stream):
             return
-        end = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, trailers)
+        end = before + frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, trailers)
         if not stream.peer_done:
             end += frames.frame(frames.RST_STREAM, 0, number, frames.number(Code.NO_ERROR))
         self.put(end)

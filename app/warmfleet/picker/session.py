@@ -7,9 +7,11 @@ A gateway tells in its first message how it sends the bodies (``Modes``). The an
 - BUFFERED: the headers are answered at once, else the body never comes; the endpoint goes with the answer to the body.
 - STREAMED, NONE: the gateway wants the endpoint with the headers, so the prompt is not known: any engine is taken.
 
-The end of an answer is known where its last piece passes (FULL_DUPLEX, STREAMED), or where the gateway keeps the call
-open until the end (BUFFERED with NONE). Where it can, the gateway's own answers are told from the engine's. An end that
-is not known never counts as the engine's fault.
+If the chosen engine reports the ends of requests, or nothing was booked, the call ends behind the request (``_left``):
+no piece of the answer passes here, and an answer outlives its picker. Else the call stays open. The end of an answer is
+then known where its last piece passes (FULL_DUPLEX, STREAMED), or where the gateway keeps the call open until the end
+(BUFFERED with NONE). Where it can, the gateway's own answers are told from the engine's. An end that is not known never
+counts as the engine's fault.
 """
 
 from __future__ import annotations
@@ -157,24 +159,23 @@ class Session:
     def _request_headers(self, told: Headers) -> None:
         if self._asked is not None:
             raise MessageError("a request has its headers twice")
-        self._client = told.fields
+        self._client, self._bodiless = told.fields, told.ends
         self._asked = asked = self._calls.requests.asked(told.fields)
         if asked.path is None or self._sees_no_body:
             self._start(self._pass_to_any(asked))
             return
         self._record = self._calls.begun(asked, asked.path)
         if told.ends:
-            self._bodiless = True
             self._place(asked, asked.path)
         elif not self._duplex:
             self._released = True
-            self._stream.send(message(messages.request_headers()))
+            self._stream.send(message(messages.request_headers()), answers=False)
 
     def _request_piece(self, piece: bytes, ends: bool) -> None:
         if self._asked is None:
             raise MessageError("a body without headers")
         if self._sees_no_body:
-            self._stream.send(message(messages.request_body()))
+            self._stream.send(message(messages.request_body()), answers=False)
             return
         if self._picked is not None or self._task is not None:
             raise MessageError("a body goes on behind its end")
@@ -202,7 +203,7 @@ class Session:
         elif unplaced and asked.path is not None and not self._sees_no_body:  # BUFFERED: no body came, nor will come
             raise BadRequest("A request with trailers needs a body.")
         else:
-            self._stream.send(message(messages.REQUEST_TRAILERS_CONTINUE))
+            self._stream.send(message(messages.REQUEST_TRAILERS_CONTINUE), answers=False)
 
     def _place(self, asked: Asked, path: EnginePath) -> None:
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
@@ -218,7 +219,7 @@ class Session:
     def _ask_for_time(self) -> None:
         self._timer = None
         if not self._over:
-            self._stream.send(message(messages.more_time(self._calls.longest_wait_s)))
+            self._stream.send(message(messages.more_time(self._calls.longest_wait_s)), answers=False)
 
     async def _pick(self, asked: Asked, path: EnginePath, body: bytes) -> None:
         """Choose a worker for a request whose body has come, and answer the gateway."""
@@ -269,15 +270,30 @@ class Session:
         change = Change(place.address.encode(), headers, removed)
         self._client = []
         self._released = True
-        if not (self._duplex or self._sees_no_body or self._bodiless or self._picked is None):
-            self._stream.send(message(messages.request_body(change._replace(body=changed))))
-            return
-        made = [messages.request_headers(change)]
-        if self._duplex and not self._bodiless and self._picked is not None:
-            made += messages.request_pieces(body if changed is None else changed, ends=not self._trailers)
-        if self._trailers:
-            made.append(messages.REQUEST_TRAILERS_CONTINUE)
-        self._stream.send(b"".join(map(message, made)))
+        picked = self._picked
+        if not (self._duplex or self._sees_no_body or self._bodiless or picked is None):
+            made = [messages.request_body(change._replace(body=changed))]
+        else:
+            made = [messages.request_headers(change)]
+            if self._duplex and not self._bodiless and picked is not None:
+                made += messages.request_pieces(body if changed is None else changed, ends=not self._trailers)
+            if self._trailers:
+                made.append(messages.REQUEST_TRAILERS_CONTINUE)
+        needless = self._bodiless or self._sees_no_body if picked is None else picked.ends_without_us
+        if needless and self._calls.leaves:
+            self._stream.send_last(b"".join(map(message, made)), self._left)
+        else:
+            self._stream.send(b"".join(map(message, made)))
+
+    def _left(self) -> None:
+        """Note that the call has ended behind the request, so that the answer passes by."""
+        picked, record = self._picked, self._record
+        if picked is not None:
+            picked.leave()
+        if record is not None:
+            record.placed = True
+        self._note_end(complete=True)
+        self._close()
 
     # ------------------------------------------------ the answer
 

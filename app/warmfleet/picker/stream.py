@@ -14,6 +14,8 @@ from warmfleet.picker.frames import Status
 from warmfleet.picker.limits import UNSENT_END_MAX_S, UNSENT_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from warmfleet.picker.memory import Memory
 
 
@@ -33,8 +35,8 @@ class Sender(Protocol):
     def pump(self, stream: Stream) -> None:
         """Send what waits in a stream, as far as the windows allow it."""
 
-    def end(self, stream: Stream, trailers: bytes) -> None:
-        """End a stream with these headers."""
+    def end(self, stream: Stream, trailers: bytes, before: bytes = b"") -> None:
+        """End a stream with these headers. before: frames that go out with them, in one write."""
 
     def cut(self, stream: Stream) -> None:
         """Reset a stream."""
@@ -61,14 +63,15 @@ class Handler(Protocol):
 
 class Stream:
     """A call; a ``Holder`` of memory. ``over``: this side has ended it. ``peer_done``: the peer sends no more.
+    ``answered``: anything was sent but acknowledgements, so that the peer's reset does not look like a flood.
 
     ``window``: bytes that the peer takes now. ``credit``: bytes that the peer may still send; ``read``: bytes that were
     read since the credit was last renewed. ``until``: time (``time.monotonic``) at which the call is reset.
     """
 
     __slots__ = (
-        *("_buffer", "_connection", "_deaf", "_end", "_need", "_pending", "_started"),
-        *("credit", "handler", "held", "number", "over", "peer_done", "read", "unsent", "until", "window"),
+        *("_buffer", "_connection", "_deaf", "_end", "_left", "_need", "_pending", "_started"),
+        *("answered", "credit", "handler", "held", "number", "over", "peer_done", "read", "unsent", "until", "window"),
     )
 
     handler: Handler
@@ -81,12 +84,8 @@ class Stream:
         self._buffer = bytearray()  # the begin of a message
         self._pending: deque[bytes] = deque()
         self._end: bytes | None = None
-        self.over = self.peer_done = self._deaf = self._started = False
-
-    @property
-    def answered(self) -> bool:
-        """Whether anything was sent."""
-        return self._started
+        self._left: Callable[[], None] | None = None
+        self.over = self.peer_done = self.answered = self._deaf = self._started = False
 
     # ------------------------------------------------ in
 
@@ -94,6 +93,7 @@ class Stream:
         """Read bytes of messages; whole ones go to the handler."""
         if self._deaf:
             return
+        self._left = None
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < self._need:
@@ -125,24 +125,73 @@ class Stream:
 
     # ------------------------------------------------ out
 
-    def send(self, messages: bytes) -> None:
-        """Send messages that have their prefixes, as soon as the peer takes them."""
+    def send(self, messages: bytes, *, answers: bool = True) -> None:
+        """Send messages that have their prefixes, as soon as the peer takes them.
+
+        answers: False for an acknowledgement, after which the peer still waits for the answer.
+        """
         if self.over:
             return
-        if not self._started:
-            self._started = True
-            self._connection.put(frames.frame(frames.HEADERS, frames.END_HEADERS, self.number, frames.OK_HEADERS))
+        if answers:
+            self.answered = True
+        frame = self._frame_of(messages)
+        if frame:
+            self._connection.put(frame)
+        else:
+            self._send_slowly(messages)
+
+    def send_last(self, messages: bytes, left: Callable[[], None]) -> None:
+        """Send messages and end the call without an error behind them; ``left`` is called once the end is out.
+
+        The end goes out in one write with the last message: a peer that reads the message first acts on it, and what it
+        then sends here is lost. If the messages wait for the peer's windows, and the peer sends more before all are
+        out, the call goes on, and ``left`` is not called.
+        """
+        if self.over:
+            return
+        self.answered = True
+        frame = self._frame_of(messages)
+        if frame:
+            self._end_with(frame, left)
+        else:
+            self._left = left
+            self._send_slowly(messages)
+
+    def _frame_of(self, messages: bytes) -> bytes:
+        """Return the frames that send the messages now; empty if they must wait, or do not fit into one frame."""
         size, connection = len(messages), self._connection
         fits = size <= self.window and size <= connection.window and size <= frames.MAX_FRAME
-        if fits and not self.unsent and not connection.choked:
-            self.window -= size
-            connection.window -= size
-            connection.put(frames.HEAD.pack(size >> 8, size & 0xFF, frames.DATA, 0, self.number) + messages)
-            return
+        if not fits or self.unsent or connection.choked:
+            return b""
+        self.window -= size
+        connection.window -= size
+        head = frames.HEAD.pack(size >> 8, size & 0xFF, frames.DATA, 0, self.number)
+        return b"%b%b%b" % (self._begin(), head, messages)
+
+    def _begin(self) -> bytes:
+        """Return the frame with which the answer begins; empty if it was sent."""
+        if self._started:
+            return b""
+        self._started = True
+        return frames.frame(frames.HEADERS, frames.END_HEADERS, self.number, frames.OK_HEADERS)
+
+    def _send_slowly(self, messages: bytes) -> None:
+        begin = self._begin()
+        if begin:
+            self._connection.put(begin)
         self._pending.append(messages)
-        self.unsent += size
-        connection.pump(self)
+        self.unsent += len(messages)
+        self._connection.pump(self)
         self._count()
+
+    def _end_with(self, frame: bytes, left: Callable[[], None]) -> None:
+        """End the call, whose last frame is this one."""
+        self._left = None
+        self._deaf = self.over = True
+        self._buffer = bytearray()
+        self._release()
+        self._connection.end(self, frames.OK_TRAILERS, frame)
+        left()
 
     def step(self, room: int) -> int:
         """Send one frame of what waits, if the peer's window allows it; return its size. room: of the connection."""
@@ -160,9 +209,13 @@ class Stream:
         self.window -= size
         self.unsent -= size
         self._release()
-        self._connection.put(frames.frame(frames.DATA, 0, self.number, b"".join(taken)))
+        frame = frames.frame(frames.DATA, 0, self.number, b"".join(taken))
         if self._end is not None and not self.unsent:
-            self._connection.end(self, self._end)
+            self._connection.end(self, self._end, frame)
+        elif self._left is not None and not self.unsent:
+            self._end_with(frame, self._left)
+        else:
+            self._connection.put(frame)
         return size
 
     @property
@@ -181,7 +234,8 @@ class Stream:
     def _finish(self, trailers: bytes) -> None:
         if self.over:
             return
-        self._deaf = self.over = True
+        self._deaf = self.over = self.answered = True
+        self._left = None
         self._buffer = bytearray()
         self._release()
         if not self._started:
@@ -227,6 +281,7 @@ class Stream:
     def drop(self) -> None:
         """Forget all bytes that came or wait."""
         self._deaf = True
+        self._left = None
         self._buffer = bytearray()
         self._pending.clear()
         self.unsent = 0

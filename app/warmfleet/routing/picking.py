@@ -1,7 +1,8 @@
 """Places requests for a picker, and takes what the picker sees of their answers, which a gateway passes on.
 
-Unlike the callers of ``/route``, a picker stays with its request: this replica renews and settles the reservation as it
-does for its own requests. A gateway never asks twice for a request, so no other worker is tried here.
+If the engine reports the request's end, the picker leaves the reservation to it. Else this replica stays with the
+request: it renews and settles the reservation as it does for its own requests. A gateway never asks twice for a
+request, so no other worker is tried here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from warmfleet.errors import ModelNotFound, NoWorker, WarmfleetError
 from warmfleet.fleet import Shortfall
 from warmfleet.pools.cache_reports import CacheReports
 from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.booking import BOOKED
 from warmfleet.routing.engine_addresses import EngineAddresses
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.first_bytes import FirstBytes
@@ -61,6 +63,7 @@ class Picking:
         self.sends_priority = settings.engine_priority
         self.answer_headers = settings.answer_headers
         self.first_bytes = FirstBytes(metrics)
+        self._metrics = metrics
         self.cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
         self._refused: dict[str, int] = {}  # worker_id -> refusals of token ids in a row
@@ -148,6 +151,11 @@ class Picking:
             raise NoWorker(OUTSIDE if places is not None else "No engine takes requests at this moment: ask again.")
         _, worker = min(random.sample(found, min(2, len(found))), key=_in_flight)
         return Place(await self.addresses.of(worker.url), ((b"x-request-id", f"unbooked.{request_id}".encode()),))
+
+    def left(self, path: str, tag: str) -> None:
+        """Count a request whose answer passes by, and whose reservation was left to its engine."""
+        self._metrics.requests.labels(path, "unseen", "booked", tag).inc()
+        self._metrics.left.inc()
 
     def handed_over(self, worker_id: str, status: int) -> None:
         """Note the status of the answer to a request with token ids."""
@@ -271,8 +279,19 @@ class Picked:
         self._attempt.release(outcome)
         return outcome
 
+    @property
+    def ends_without_us(self) -> bool:
+        """Whether the report of the engine gives back all that was booked, so that nobody has to settle."""
+        attempt = self._attempt
+        return self._decision.reports_ends and attempt.chosen.state is BOOKED and attempt.counted is None
+
     def leave(self) -> None:
-        """Renew the reservation no longer, and leave its end to the lease: nobody will tell when the answer ends."""
+        """Renew the reservation no longer: its engine reports the end. Else the end is not known, and the lease lapses.
+
+        The load is given back by that, also if the engine never gets the request.
+        """
+        if not self._began:
+            self._picking.left(self._job.call.path.name, self._attempt.chosen.pool.tag)
         self._attempt.record.came(self)
         self._attempt.hand_over()
 

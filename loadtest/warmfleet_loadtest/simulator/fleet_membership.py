@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """How an engine joins a fleet. model: the fleet's model tag in Redis. models: the names that it serves."""
+    """How an engine joins a fleet. model: the fleet's model tag in Redis. models: the names that it serves.
+
+    reports_ends: False for an engine whose plugin does not report the ends of requests.
+    """
 
     redis_url: str
     model: str
     models: tuple[str, ...]
     server_id: str
     url: str
+    reports_ends: bool = True
 
 
 class Halves:
@@ -61,8 +65,9 @@ class Halves:
             transfer=transfer,
         )
         yielded = eviction.yield_sessions if eviction is not None else None
+        requests = core.requests if membership.reports_ends else None
         self.worker = WorkerPublisher(
-            config, tracker, core.load, core_assignment(config), core.moved, yielded, requests=core.requests
+            config, tracker, core.load, core_assignment(config), core.moved, yielded, requests=requests
         )
         server = ServerConfig(
             redis_url=membership.redis_url,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from warmfleet.errors import WarmfleetError
     from warmfleet.picker.stream import Stream
 
-ECHO, BROKEN = b"/test/Echo", b"/test/Broken"
+ECHO, BROKEN, LAST, ACKNOWLEDGE = b"/test/Echo", b"/test/Broken", b"/test/Last", b"/test/Acknowledge"
 SMALL = Limits(streams=4, all_streams=6, connections=3, message_bytes=1_000_000, preface_s=0.2)
 
 
@@ -57,6 +57,28 @@ class Echo:
         self.stream.fail(Status.RESOURCE_EXHAUSTED, error.message)
 
 
+class Last(Echo):
+    """Sends the first message back as its last one, later: as an answer that took time."""
+
+    answered = False
+
+    def message(self, data: bytes) -> None:
+        if self.answered:
+            self.told.append(data.decode())
+        else:
+            self.answered = True
+            asyncio.get_running_loop().call_soon(
+                self.stream.send_last, frames.message(data), lambda: self.told.append("left")
+            )
+
+
+class Acknowledge(Echo):
+    """Acknowledges each message, as a picker does with headers before a body."""
+
+    def message(self, data: bytes) -> None:
+        self.stream.send(frames.message(data), answers=False)
+
+
 class Served:
     """A port that listens. ``told``: what its handlers were told."""
 
@@ -72,7 +94,8 @@ class Served:
 @asynccontextmanager
 async def serving(chosen: Limits = SMALL, memory: Memory | None = None) -> AsyncIterator[Served]:
     told: list[str] = []
-    routes: dict[bytes, Any] = {ECHO: partial(Echo, told), **health.checks(lambda: True)}
+    routes: dict[bytes, Any] = {ECHO: partial(Echo, told), LAST: partial(Last, told)}
+    routes |= {ACKNOWLEDGE: partial(Acknowledge, told), **health.checks(lambda: True)}
     port, opened = Port(routes, chosen, Metrics(), memory), set[Any]()
     server = await asyncio.get_running_loop().create_server(partial(Http2Connection, port, opened), "127.0.0.1", 0)
     try:
@@ -250,6 +273,40 @@ async def test_a_body_of_16_mib_does_not_stall() -> None:
                     got += len(found.payload)
 
 
+@pytest.mark.parametrize("size", [3, 40_000], ids=["one frame", "several frames"])
+async def test_the_end_goes_out_in_one_write_with_the_last_message(
+    served: Served, client: Peer, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Else a peer acts on the message before it reads of the end."""
+    client.call(1, LAST)
+    await poll(lambda: served.opened, 10, "the connection is open")
+    [opened] = served.opened
+    written: list[bytes] = []
+    write = opened._transport.write
+    monkeypatch.setattr(opened._transport, "write", lambda data: (written.append(data), write(data)))
+    client.data(1, b"x" * size)
+    assert (await client.trailers(1))[b"grpc-status"] == b"0"
+    assert served.told == ["left"]
+    assert frames.OK_TRAILERS in written[-1]
+    assert b"x" * (size % frames.MAX_FRAME) in written[-1]
+
+
+async def test_a_call_goes_on_if_its_peer_sends_more_before_the_end_is_out(served: Served) -> None:
+    """An engine may answer before all of a request was sent."""
+    async with peer(served.number) as client:
+        client.greet(window=10)
+        client.call(1, LAST)
+        client.data(1, b"x" * 40)
+        await client.until(frames.DATA, 1)
+        client.data(1, b"more")
+        await poll(lambda: served.told, 10, "the message was read")
+        client.send(frames.frame(frames.WINDOW_UPDATE, 0, 1, frames.number(100)))
+        await client.until(frames.DATA, 1)
+        client.data(1, b"again", ends=True)
+        assert (await client.trailers(1))[b"grpc-status"] == b"0"
+    assert served.told == ["more", "again", "ended"]
+
+
 async def test_answers_wait_for_the_peers_windows(served: Served) -> None:
     async with peer(served.number) as client:
         client.greet(window=10)
@@ -303,10 +360,13 @@ async def test_a_window_above_its_limit(client: Peer) -> None:
 # ---------------------------------------------------------------- floods and counts
 
 
-async def test_rapid_resets(served: Served, client: Peer) -> None:
+@pytest.mark.parametrize("path", [ECHO, ACKNOWLEDGE], ids=["without a message", "after an acknowledgement"])
+async def test_rapid_resets(served: Served, client: Peer, path: bytes) -> None:
     with suppress(ConnectionError):
         for number in range(limits.EARLY_RESETS + limits.EARLY_RESETS_PER_S * 10):
-            client.call(2 * number + 1, ECHO)
+            client.call(2 * number + 1, path)
+            if path == ACKNOWLEDGE:
+                client.data(2 * number + 1, b"headers")
             client.send(frames.frame(frames.RST_STREAM, 0, 2 * number + 1, frames.number(Code.CANCEL)))
             if number % 100 == 0:
                 await client.writer.drain()

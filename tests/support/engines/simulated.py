@@ -160,11 +160,12 @@ async def simulated(
     pool: str = "",
     facts: Mapping[str, Any] | None = None,
     leave_out: tuple[str, ...] = (),
+    reports_ends: bool = True,
 ) -> AsyncIterator[Simulated]:
     """An engine that has joined. kind: its real kind; lies: it announces ``right``; url: its announced address.
 
     pool: the tag that it joins; empty: the model's only one. facts: announced beside or instead of the usual ones.
-    leave_out: artifacts that the engine does not announce.
+    leave_out: artifacts that the engine does not announce. reports_ends: as in ``Membership``.
     """
     scheme = SCHEMES.get(kind, SCHEME) if not lies else SCHEME
     engine = Engine(
@@ -173,7 +174,7 @@ async def simulated(
     brought = identity("right" if lies else kind).artifacts()
     async with running(ready=engine) as made:
         made.worker_id = wire.worker_id_of(name, 0)
-        membership = Membership(redis_url, pool or model, (model,), name, url or made.url)
+        membership = Membership(redis_url, pool or model, (model,), name, url or made.url, reports_ends)
         engine.join(membership, {file: content for file, content in brought.items() if file not in leave_out})
         if lies:
             made.become(kind)
