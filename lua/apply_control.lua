@@ -81,7 +81,7 @@ local function join(data, time, nonce, batch, id)
   if record then drop_sets(record, fresh.sets) end
   local server_score = call("ZSCORE", alive_servers_key, fresh.server_id)
   local flags = (heard(server_score, now, ttl_ms) and FLAG_SERVER or 0) + (fresh.closed and FLAG_CLOSED or 0)
-    + (fresh.sets and FLAG_SETS or 0) + (fresh.ends and FLAG_ENDS or 0)
+    + (fresh.sets and FLAG_SETS or 0)
   if row then flags = flags + bit.band(row[FLAGS_FIELD], FLAG_DRAINING) end -- only the operator ends draining
   local server = cjson.decode(call("HGET", servers_key, fresh.server_id) or "null")
   if server ~= cjson.null and misnamed(load_key, server.models, server.facts) then flags = flags + FLAG_MISNAMED end

@@ -16,11 +16,11 @@ Returns: {1 if this call did the work else 0, grace 0/1, number of retired slots
       names: events:<id> or server:<id> (a stream with a backlog), snapshot:<id> (the events stream of a worker that
       sends a snapshot, to be applied after the others), forget:<id> (a worker to be forgotten)}
 Cost: O(max_streams), <= 150 us idle; once a second O(workers + sessions)
-Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>, yields:<worker_id>, sessions,
-      session_line, places
+Keys that depend on data: events:<worker_id>, server:<server_id>, command:<worker_id>, yields:<worker_id>,
+      running:<worker_id>, sessions, session_line, places
 --]]
 local tick_key, hello_key, cursor_key, alive_key, alive_servers_key, servers_key, load_key, resync_key, retired_key,
-  counts_key, workers_key, ejections_key = unpack(KEYS)
+  counts_key, workers_key, ejections_key, next_slot_key = unpack(KEYS)
 local prefix, min_gap_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local forget_ms, max_streams, used_permille = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local short_ms, share_permille, constants = tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9]
@@ -163,7 +163,7 @@ if short == 0 and call("ZCARD", resync_key) > 0 then command_resyncs() end
 if not last or math.floor(last / 1000) ~= math.floor(now / 1000) then
   local once_a_second = include "tick/each_second"
   local keys = { alive_key = alive_key, alive_servers_key = alive_servers_key, servers_key = servers_key,
-    load_key = load_key, workers_key = workers_key, ejections_key = ejections_key }
+    load_key = load_key, workers_key = workers_key, ejections_key = ejections_key, next_slot_key = next_slot_key }
   local rows
   median, room, rows = once_a_second(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
   local replica = (include "shared/constants")(constants)

@@ -3,16 +3,18 @@
     make -s bench NAME=picker                                # every mode of a gateway, beside the own data plane
     make -s bench NAME=picker ARGS="--only duplex buffered"
 
-One replica serves the same requests of 200 bytes by its own port for clients and, behind a real Envoy, as picker. In
-each round every way gets the same bursts; the figures are medians over rounds of the CPU time of a process per request,
-less what it uses at rest. The replica runs on a core of its own where there are two; Envoy, store, engines and client
-share the other.
+Two replicas serve the same requests of 200 bytes, behind a real Envoy, as pickers: one stays with each call until the
+answer ends, the other ends its calls behind the request, because the engines report the ends (``…_ended``). The second
+also serves them by its own port for clients. In each round every way gets the same bursts; the figures are medians over
+rounds of the CPU time per request, of Envoy or of both replicas (both read the engines' reports), less what they use at
+rest. The replicas run on a core of their own where there are two; Envoy, store, engines and client share the other.
 
 ``us_plain``: a plain answer. ``us_stream``: an answer of 18 chunks that come one by one, 5 ms apart. ``us_at_once``:
 the same chunks in one piece. ``us_chunk``: a further chunk. ``envoy_us_...``: the same of Envoy, whose way without a
 picker is ``envoy_alone``. ``added_ms``: median latency of a plain answer, one request at a time, less that of Envoy
 alone. ``over_own_streamed``, ``over_own_at_once``, ``over_own_plain``: of the mode `duplex`, the medians of the ratios
-to the replica's own data plane within a round. Trust these more than µs where other programs run (``load_average``).
+to the replica's own data plane within a round; ``over_own_ended``: the same of streams that pass the picker by. Trust
+these more than µs where other programs run (``load_average``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import uvloop
 from tests.bench.output import report, say
 from tests.bench.proxy_client import AnswerError, burst_of, connected, in_turn, request
 from tests.bench.proxy_requests import GAP_MS, STREAM_CHUNKS, body, small
-from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, Fleet, Router, cpu_s, fleet_of
+from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, Fleet, cpu_s, fleet_of
 from tests.envoy.envoy import MODES, Mode, binary, config
 
 from warmfleet_loadtest.stacks.processes import free_ports, get_json
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 OWN, ALONE = "own", "envoy_alone"
 AT_ONCE = 16
 LONG_CHUNKS = 118
-DUPLEX = "duplex"
+DUPLEX, ENDED = "duplex", "_ended"
 #: Name of a kind of request -> chunks of its answer (0: plain), and ms between them.
 KINDS = {
     "plain": (0, 0),
@@ -57,11 +59,13 @@ BOOKING = [
 
 @dataclass
 class Way:
-    """A way of requests to engines. ``spent``: by kind, CPU µs of the replica and of Envoy per request, by round."""
+    """A way of requests to engines. ``told``: each answer tells that its request was booked. ``spent``: by kind, CPU µs
+    of the replicas and of Envoy per request, by round.
+    """
 
     name: str
     port: int
-    books: bool
+    told: bool
     spent: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     latency_ms: list[float] = field(default_factory=list)
 
@@ -72,16 +76,16 @@ class Way:
 
 @dataclass
 class Bench:
-    """The processes of a run. ``idle``: shares of a core that replica and Envoy use at rest."""
+    """The processes of a run. ``idle``: shares of a core that replicas and Envoy use at rest."""
 
-    replica: Router
+    replicas: tuple[int, ...]
     envoy: tuple[int, ...]
     requests: int
     idle: tuple[float, float] = (0.0, 0.0)
     numbers: int = 0
 
     def spent(self) -> tuple[float, float]:
-        return cpu_s(self.replica.pids), cpu_s(self.envoy)
+        return cpu_s(self.replicas), cpu_s(self.envoy)
 
     async def rest(self, seconds: float) -> None:
         before = self.spent()
@@ -102,7 +106,7 @@ class Bench:
         before, began = self.spent(), time.perf_counter()
         await in_turn(burst, idle)
         took_s, after = time.perf_counter() - began, self.spent()
-        if way.books and not all(BOOKED in head for head in burst.heads):
+        if way.told and not all(BOOKED in head for head in burst.heads):
             raise AnswerError(f"{way.name}: a request was not booked")
         replica, gateway = (
             1e6 * (now - then - share * took_s) / count
@@ -127,9 +131,9 @@ class Bench:
                 await self.latency(way)
 
 
-def started(fleet: Fleet, port: int, modes: Sequence[Mode]) -> dict[str, int]:
-    """Start Envoy; return the ports of its listeners."""
-    folder = fleet.folder / "envoy-files"
+def started(fleet: Fleet, name: str, port: int, modes: Sequence[Mode]) -> dict[str, int]:
+    """Start Envoy before the picker at this port; return the ports of its listeners."""
+    folder = fleet.folder / f"{name}-files"
     folder.mkdir()
     engines = [f"127.0.0.1:{port}" for port in fleet.engines.stubs]
     (folder / "envoy.json").write_text(json.dumps(config([f"127.0.0.1:{port}"], engines, modes)))
@@ -142,7 +146,7 @@ def started(fleet: Fleet, port: int, modes: Sequence[Mode]) -> dict[str, int]:
         "-l",
         "error",
     ]
-    fleet.processes.spawn("envoy", "envoy", [binary(), "-c", str(folder / "envoy.json"), *options])
+    fleet.processes.spawn("envoy", name, [binary(), "-c", str(folder / "envoy.json"), *options])
     ports: dict[str, int] = {}
 
     def listening() -> bool:
@@ -152,7 +156,7 @@ def started(fleet: Fleet, port: int, modes: Sequence[Mode]) -> dict[str, int]:
             ports[each["name"]] = each["local_address"]["socket_address"]["port_value"]
         return len(ports) == len(modes) + 1
 
-    fleet.processes.wait("envoy", listening)
+    fleet.processes.wait(name, listening)
     return ports
 
 
@@ -177,6 +181,9 @@ def figures(ways: Sequence[Way]) -> dict[str, Any]:
     for key, kind in ("over_own_plain", "plain"), ("over_own_at_once", "at_once"), ("over_own_streamed", "stream"):
         pairs = zip(duplex.spent[kind], own.spent[kind], strict=True)
         found[key] = round(statistics.median(theirs[0] / ours[0] for theirs, ours in pairs), 2)
+    ended = next(way for way in ways if way.name == DUPLEX + ENDED)
+    pairs = zip(ended.spent["stream"], own.spent["stream"], strict=True)
+    found["over_own_ended"] = round(statistics.median(theirs[0] / ours[0] for theirs, ours in pairs), 2)
     found["us_chunk"] = found[DUPLEX]["us_chunk"]
     return found
 
@@ -184,14 +191,18 @@ def figures(ways: Sequence[Way]) -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything as the JSON object has it. Raises StackError or AnswerError."""
     modes = [mode for mode in BOOKING if not options.only or mode.name in options.only or mode.name == DUPLEX]
-    with fleet_of(Cores.of_this_machine(), ENGINES, sys.executable) as fleet:
-        [port] = free_ports(1)
-        say("starting a replica and Envoy ...")
-        replica = fleet.replica("picker", {"WARMFLEET_EPP_PORT": str(port)})
-        ports = started(fleet, port, modes)
-        ways = [Way(OWN, replica.port, books=True), Way(ALONE, ports["plain"], books=False)]
-        ways += [Way(mode.name, ports[mode.name], books=True) for mode in modes]
-        bench = Bench(replica, (fleet.processes.pid("envoy"),), options.requests)
+    with fleet_of(Cores.of_this_machine(), ENGINES, sys.executable, reports=True) as fleet:
+        stay, leave = free_ports(2)
+        say("starting two replicas, each with an Envoy ...")
+        stays = fleet.replica("stays", {"WARMFLEET_EPP_PORT": str(stay), "WARMFLEET_EPP_LEAVES": "0"})
+        leaves = fleet.replica("leaves", {"WARMFLEET_EPP_PORT": str(leave)})
+        ports = started(fleet, "envoy", stay, modes)
+        ended = started(fleet, "envoy-ended", leave, modes)
+        ways = [Way(OWN, leaves.port, told=True), Way(ALONE, ports["plain"], told=False)]
+        ways += [Way(mode.name, ports[mode.name], told=True) for mode in modes]
+        ways += [Way(mode.name + ENDED, ended[mode.name], told=False) for mode in modes]
+        envoys = fleet.processes.pid("envoy"), fleet.processes.pid("envoy-ended")
+        bench = Bench((*stays.pids, *leaves.pids), envoys, options.requests)
         uvloop.run(bench.run(ways, options.rounds))
     return figures(ways) | {"load_average": round(os.getloadavg()[1], 1)}
 

@@ -119,19 +119,19 @@ class Engines:
 class Fleet:
     """Starts the processes of one fleet, with their files in ``folder``. Raises StackError."""
 
-    def __init__(self, processes: Processes, cores: Cores, count: int, python: str) -> None:
-        """count: of the engines. python: the interpreter of replicas."""
+    def __init__(self, processes: Processes, cores: Cores, count: int, python: str, *, reports: bool = False) -> None:
+        """count: of the engines. python: the interpreter of replicas. reports: see ``stub_engines``."""
         self._python = python
         self.folder = processes.folder
         self.processes, self._cores = processes, cores
         with on_core(cores.others):
             self.store_url = start_store(processes)
-            self.engines = self._start_engines(count)
+            self.engines = self._start_engines(count, ["--reports"] if reports else [])
         self.store, self.engine_pids = (processes.pid("store"),), (processes.pid("engines"),)
 
-    def _start_engines(self, count: int) -> Engines:
+    def _start_engines(self, count: int, options: Sequence[str]) -> Engines:
         argv = [sys.executable, "-m", "tests.bench.stub_engines", "--redis", self.store_url, "--count", str(count)]
-        self.processes.spawn("engines", "engines", [*argv, "--model", MODEL])
+        self.processes.spawn("engines", "engines", [*argv, "--model", MODEL, *options])
 
         def ports() -> list[tuple[str, str]]:
             return re.findall(r"stub (\d+) inner (\d+)\n", self.processes.log("engines"))
@@ -168,14 +168,16 @@ class Fleet:
 
 
 @contextmanager
-def fleet_of(cores: Cores, count: int, python: str) -> Iterator[Fleet]:
-    """A store and ``count`` stub engines. The bench's process runs on their core meanwhile."""
+def fleet_of(cores: Cores, count: int, python: str, *, reports: bool = False) -> Iterator[Fleet]:
+    """A store and ``count`` stub engines. The bench's process runs on their core meanwhile. reports: see
+    ``stub_engines``.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="wf-proxy-") as folder,
         Processes(Path(folder)) as processes,
         on_core(cores.others),
     ):
-        yield Fleet(processes, cores, count, python)
+        yield Fleet(processes, cores, count, python, reports=reports)
 
 
 def _knows(url: str, workers: int) -> bool:

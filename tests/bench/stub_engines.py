@@ -5,7 +5,8 @@ and is proven like any other. A stub passes every request on to it, probes inclu
 that holds ``"stub:CHUNKS:GAP_MS"`` (as ``stop``, which every router keeps) is answered at once from memory, with a
 plain answer for 0 chunks, else with a stream. A gap of 0 ms sends all chunks in one write. With ``:stamped`` behind
 the gap each chunk tells when it was sent. ``/tokenize`` and ``/render``, which some routers of other projects call for
-every request, are answered from memory, too: a token is four bytes of the body.
+every request, are answered from memory, too: a token is four bytes of the body. With ``--reports`` the prefills and the
+ends of the bench's requests are reported to the fleet, as by an engine's plugin.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from warmfleet_loadtest.engine import parser as engine_parser
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
+from warmfleet_worker.protocol import wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,14 +38,47 @@ CHAT_HEAD = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_764
 SAID = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 TOKEN_BYTES = 4
 STAMP_DIGITS = 20
+PROMPT_TOKENS = 100  # as the answers tell
+CRLF = b"\r\n"
 TOKENISING = (b"/tokenize", b"/render")
+
+
+class Reports:
+    """What a stub tells the fleet of the requests that it answers itself. ``present``: their ids."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.present: dict[str, None] = {}
+        requests = engine.core.requests
+        engine.core.requests = lambda: [*requests(), *self.present.copy()]  # type: ignore[method-assign]
+
+    def came(self, head: bytes) -> str:
+        """Report the begin of a request, and the end of its prefill; returns its id, empty if no router sent it."""
+        _, _, rest = head.lower().partition(b"\r\nx-request-id:")
+        request_id = f"chatcmpl-{head[len(head) - len(rest) :].partition(CRLF)[0].strip().decode()}-0"
+        reservation = wire.first_child(request_id) if rest else None
+        halves = self._engine.halves
+        if reservation is None or halves is None:
+            return ""
+        self.present[request_id] = None
+        halves.worker.arrived(request_id)
+        halves.worker.progress(reservation, 0, PROMPT_TOKENS)
+        return request_id
+
+    def ended(self, request_id: str, tokens: int) -> None:
+        """Report the end of a request; a second call does nothing."""
+        if request_id in self.present and self._engine.halves is not None:
+            del self.present[request_id]
+            self._engine.halves.worker.ended(request_id, tokens, "stop")
 
 
 class Stub(asyncio.Protocol):
     """A connection of a router to a stub. inner: the port of the simulated engine behind it."""
 
-    def __init__(self, inner: int) -> None:
+    def __init__(self, inner: int, reports: Reports | None = None) -> None:
         self.inner = inner
+        self.reports = reports
+        self.request_id = ""
         self.received = bytearray()
         self.needed = 0
         self.gone = False
@@ -55,6 +90,12 @@ class Stub(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone = True
+        self.ended(0)
+
+    def ended(self, tokens: int) -> None:
+        if self.request_id and self.reports is not None:
+            self.reports.ended(self.request_id, tokens)
+            self.request_id = ""
 
     def data_received(self, data: bytes) -> None:
         self.received += data
@@ -75,6 +116,8 @@ class Stub(asyncio.Protocol):
             self.transport.write(tokenised(request[end + 4 :]))
         elif at >= 0:
             chunks, gap_ms, *stamped = request[at + len(MARK) : request.index(b'"', at + len(MARK))].split(b":")
+            if self.reports is not None:
+                self.request_id = self.reports.came(head)
             self.answer(int(chunks), int(gap_ms), stamped_event if stamped else event)
         else:
             self.passing = asyncio.get_running_loop().create_task(self.pass_on(request))
@@ -82,8 +125,10 @@ class Stub(asyncio.Protocol):
     def answer(self, chunks: int, gap_ms: int, made: Callable[[], bytes]) -> None:
         if not chunks:
             self.transport.write(plain())
+            self.ended(1)
         elif not gap_ms:
             self.transport.write(whole_stream(chunks))
+            self.ended(chunks)
         else:
             self.transport.write(stream_head())
             self.chunk(chunks, gap_ms / 1e3, made)
@@ -93,7 +138,9 @@ class Stub(asyncio.Protocol):
         if self.gone:
             return
         self.transport.write(made() if left > 1 else made() + stream_end())
-        if left > 1:
+        if left == 1:
+            self.ended(1)
+        else:
             asyncio.get_running_loop().call_later(gap_s, self.chunk, left - 1, gap_s, made)
 
     async def pass_on(self, request: bytes) -> None:
@@ -183,7 +230,8 @@ async def serve(options: argparse.Namespace) -> None:
     engines = [Engine(config, tokenizer, served) for _ in range(options.count)]
     for number, engine in enumerate(engines):
         await engine.start("127.0.0.1", 0)
-        server = await loop.create_server(partial(Stub, engine.port), "127.0.0.1", 0, backlog=1_024)
+        reports = Reports(engine) if options.reports else None
+        server = await loop.create_server(partial(Stub, engine.port, reports), "127.0.0.1", 0, backlog=1_024)
         port = server.sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
         engine.join(
@@ -200,4 +248,5 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=4)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--blocks", type=int, default=40_000, help="of each engine's cache (default %(default)s)")
+    parser.add_argument("--reports", action="store_true", help="report the ends of the bench's requests")
     uvloop.run(serve(parser.parse_args()))

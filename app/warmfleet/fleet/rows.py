@@ -46,7 +46,7 @@ class Flag(IntEnum):
     LEARNED = 4096  # its speed was learned from first tokens, as its heartbeats tell none
     MISNAMED = 8192  # it does not serve the model name of its pool
     SETS = 16384  # it reports further sets of blocks: a tier, or the ends that all KV cache groups support
-    ENDS = 32768  # its engine reports the ends of requests, so a reservation that it has needs no renewal
+    ENDS = 32768  # its engine reports the ends of requests, and its last right tally came a moment ago
 
 
 class Stage(IntEnum):

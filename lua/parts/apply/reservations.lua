@@ -5,13 +5,14 @@ apply/reservations: the operations of an engine that reports the ends of request
   running   a list of 0 and reservation ids: the engine has these, though it has reported no prefill of them. With 1 in
             place of 0 a list of all that it has begins here.
   tally     [count, high, low]: digest of all that it has, sent with each heartbeat. A difference asks for the whole
-            list by the command `list`. If Redis has what the engine has, what is older than the list has ended.
+            list by the command `list`. If Redis has what the engine has, the worker gets the flag ENDS (which tick
+            takes away when no right tally comes), and what is older than the list has ended.
 Redis keeps the reservations in the key running:<worker_id> (shared/running), `progress` adds to it, too. A reservation
 counts with 8 of its random characters.
 
 Guarantee: each lease gives its load back once, whichever of ended, settle and expiry comes first. The report of a
 request that settle has ended before changes no load. An engine that goes on with a request under an id that had ended
-(the steps of a beam search) gets the load again.
+(the steps of a beam search), or after it was taken for dead (tick/dead_engine), gets the load again.
 Takes the state of apply (prefix, worker, record, changed, lists), the table of operations, to which it adds three, the
 key of the leases, the server's time in ms, apply/give_back, and three functions: count(counter, number),
 parse_list(data), integers(list, first). An operation returns "unfinished" if the next call must apply its entry again.
@@ -68,9 +69,21 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     return true
   end
 
+  -- Book a lease on the worker's row that lost its load when the worker was taken for dead.
+  local function adopt(id, lease)
+    local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease)
+    if epoch == row[EPOCH_FIELD] or lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return end
+    epoch = row[EPOCH_FIELD]
+    row[PREFILL_TOKENS_FIELD] = row[PREFILL_TOKENS_FIELD] + prefill
+    give_back.request(epoch, decode, 1)
+    local head = struct.pack(LEASE, epoch, slot, prefill, decode, matched, prompt, stage, length)
+    call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))
+  end
+
   local function reopen(id, lease)
-    local epoch, slot, tokens, decode, matched, prompt, _, length = struct.unpack(LEASE, lease)
+    local _, slot, tokens, decode, matched, prompt, _, length = struct.unpack(LEASE, lease)
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return lease end
+    local epoch = row[EPOCH_FIELD]
     give_back.request(epoch, decode, 1)
     if #id >= CLIENT_AT then client_of(id).spend(-tokens) end
     local reopened = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length) .. worker_id
@@ -111,7 +124,12 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     confirm(list)
     for _, id in ipairs(list) do
       local lease = call("HGET", lease_key, id)
-      if lease and lease:byte(LEASE_STAGE_AT) == STAGE_ENDED then reopen(id, lease) end
+      local stage = lease and lease:byte(LEASE_STAGE_AT)
+      if stage == STAGE_ENDED then
+        reopen(id, lease)
+      elseif stage and stage <= STAGE_STARTED then
+        adopt(id, lease)
+      end
     end
   end
 
@@ -146,6 +164,9 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
       return
     end
     call("ZADD", running_key, now_text, "")
+    if bit.band(row[FLAGS_FIELD], FLAG_ENDS) == 0 then
+      row[FLAGS_FIELD], changed.row = row[FLAGS_FIELD] + FLAG_ENDS, true
+    end
     if not record.listing then return end
     if end_some("(" .. from) then return "unfinished" end
     record.listing, changed.record = nil, true

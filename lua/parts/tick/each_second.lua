@@ -1,11 +1,14 @@
 --[[
-tick/each_second: the part of tick that looks at every worker, once a second: it updates the flags SERVER and UNHEARD,
-finds workers to be forgotten, and computes the fleet's median speed and capacity.
+tick/each_second: the part of tick that looks at every worker, once a second: it updates the flags SERVER, UNHEARD and
+ENDS, gives back the load of engines that are dead, finds workers to be forgotten, and computes the fleet's median speed
+and capacity.
 
 Guarantee: UNHEARD (a replica called vouch) ends when the worker and its API server were both heard after the last such
-call, and at the latest ttl_ms after it, except in grace, when replicas may have been away and could not call.
+call, and at the latest ttl_ms after it, except in grace, when replicas may have been away and could not call. ENDS ends
+when no right tally of the engine came for LATE_TALLY_MS: its reports may have stopped. An engine is dead for its load
+(tick/dead_engine) ttl_ms and VOUCH_MS after its last heartbeat, unless replicas vouch for it: at this part's next call.
 
-Takes the keys alive, alive_servers, servers, load and workers by name, the key prefix, the server's time, ttl_ms,
+Takes the keys alive, alive_servers, servers, load, next_slot and workers by name, the key prefix, the server's time, ttl_ms,
 forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
 last time of a stream.
 Returns the median speed (tokens/s; 0: unknown) and the median capacity (blocks; 0: unknown), both of workers whose URL
@@ -13,6 +16,8 @@ has answered a probe, so that no other process can influence them; and the load 
 --]]
 local call = redis.call
 local FORGETS_AT_ONCE = 8
+local LATE_TALLY_MS = 12500 -- age of the last right tally, of which one comes with each heartbeat: two are missing
+local VOUCH_MS = 2000 -- a replica that asked an engine before ttl_ms has vouched by then, unless the answer took seconds
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
 return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
@@ -50,6 +55,11 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
     return record and record.checked
   end
 
+  local function reports_ends(worker)
+    return grace or (tonumber(call("ZSCORE", prefix .. "running:" .. worker, "") or "") or 0) >= now - LATE_TALLY_MS
+  end
+
+  local bury -- a function, only if an engine is dead
   local alive, alive_servers = scores(keys.alive_key), scores(keys.alive_servers_key)
   local rows = call("HGETALL", keys.load_key)
   local speeds, capacities = {}, {} -- of workers whose URL has answered
@@ -76,7 +86,15 @@ return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
       if up ~= (bit.band(flags, FLAG_SERVER) > 0) and (up or not (grace or unheard)) then
         flags = bit.bxor(flags, FLAG_SERVER)
       end
-      if flags ~= was then call("HSET", keys.load_key, worker, with_flags(row, flags)) end
+      if bit.band(flags, FLAG_ENDS) > 0 and not reports_ends(worker) then flags = flags - FLAG_ENDS end
+      if flags ~= was then
+        row = with_flags(row, flags)
+        call("HSET", keys.load_key, worker, row)
+      end
+      if not (grace or unheard or heard(alive[worker], now, ttl_ms + VOUCH_MS)) then
+        bury = bury or (include "tick/dead_engine")(keys.load_key, keys.next_slot_key, prefix, now)
+        rows[i + 1] = bury(worker, row)
+      end
       if not unheard then forget_if_due("events:" .. worker, alive[worker], worker) end
     else -- an approximate worker that failed a check is not in `alive`, but stays while some replica checks it
       forget_if_due("events:" .. worker, alive[worker] or checked(worker), worker)

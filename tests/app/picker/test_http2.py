@@ -283,7 +283,12 @@ async def test_the_end_goes_out_in_one_write_with_the_last_message(
     [opened] = served.opened
     written: list[bytes] = []
     write = opened._transport.write
-    monkeypatch.setattr(opened._transport, "write", lambda data: (written.append(data), write(data)))
+
+    def kept(data: bytes) -> None:
+        written.append(data)
+        write(data)
+
+    monkeypatch.setattr(opened._transport, "write", kept)
     client.data(1, b"x" * size)
     assert (await client.trailers(1))[b"grpc-status"] == b"0"
     assert served.told == ["left"]
