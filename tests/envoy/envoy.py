@@ -64,8 +64,6 @@ MODES = (
     Mode("none", "NONE", "NONE", "SKIP"),
 )
 OTHERS = (
-    Mode("no_retries", retries=False),
-    Mode("buffered_no_retries", "BUFFERED", "NONE", "SKIP", retries=False),
     Mode("default_timeout", "BUFFERED", "NONE", "SKIP", timeout="0.2s"),
     Mode("impatient", "BUFFERED", "NONE", "SKIP", timeout="0.2s", more_time=""),
 )

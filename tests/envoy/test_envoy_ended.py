@@ -30,8 +30,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)
 LEFT = "warmfleet_left_reservations_total"
 SEEN_S = 2.0  # engines report an end within 0.1 s, and routers apply the report within 0.03 s; the machine may be busy
 BOTH = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+OFTEN = ("duplex", "buffered_streamed")
+LONG = pytest.mark.long(minutes=1, shows="clients that leave and engines that break off, where calls end early")
 BOOKING = pytest.mark.parametrize(
-    "mode", [mode for mode in MODES if mode.request not in ("NONE", "STREAMED")], ids=lambda mode: mode.name
+    "mode",
+    [
+        pytest.param(mode, marks=[] if mode.name in OFTEN else LONG, id=mode.name)
+        for mode in MODES
+        if mode.request not in ("NONE", "STREAMED")
+    ],
 )
 
 
@@ -137,7 +144,7 @@ async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: 
 
 @BOTH
 async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
-    await whole_under_load(world, accounts, mode, 60)
+    await whole_under_load(world, accounts, mode, 40)
 
 
 @pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode are whole to the byte where calls end early")
