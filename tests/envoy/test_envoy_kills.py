@@ -27,14 +27,13 @@ from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet, connect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from pathlib import Path
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 WITHOUT_RETRIES = [replace(mode, name=f"{mode.name}_no_retries", retries=False) for mode in MODES]
-#: Those that the default suite drills come first.
-DRILLED = [*WITHOUT_RETRIES[:1], *MODES, *WITHOUT_RETRIES[1:]]
+DRILLED = [*MODES, *WITHOUT_RETRIES]
 
 
 @dataclass
@@ -216,11 +215,18 @@ LONG = pytest.mark.long(
     minutes=5, shows="pickers killed while they decide and while engines answer: each mode, with and without retries"
 )
 BOOKS = [mode for mode in DRILLED if mode.request not in ("NONE", "STREAMED")]
-DRILLS = [pytest.param(mode, marks=[] if mode in DRILLED[:2] else LONG, id=mode.name) for mode in DRILLED]
-BOOKING_DRILLS = [pytest.param(mode, marks=[] if mode in DRILLED[:2] else LONG, id=mode.name) for mode in BOOKS]
+#: Of these gateways the calls stay open, so that the death of a picker breaks answers.
+HELD = [mode for mode in BOOKS if mode.name.removesuffix("_no_retries") != "duplex_none"]
 
 
-@pytest.mark.parametrize("mode", DRILLS)
+def drills(modes: Sequence[Mode], often: str) -> pytest.MarkDecorator:
+    """Run a test with these modes, in the default suite with one of them: each case waits for a replica's start."""
+    return pytest.mark.parametrize(
+        "mode", [pytest.param(mode, marks=[] if mode.name == often else LONG, id=mode.name) for mode in modes]
+    )
+
+
+@drills(DRILLED, "duplex_no_retries")
 async def test_requests_go_on_when_a_picker_dies(world: World, mode: Mode) -> None:
     """With retries none fails; without, those that the gateway gave to the dead picker do, and no others."""
     await world.both()
@@ -237,7 +243,7 @@ async def test_requests_go_on_when_a_picker_dies(world: World, mode: Mode) -> No
     assert (await world.statuses(mode, 4))[-1] == 200, "the picker that was started again serves"
 
 
-@pytest.mark.parametrize("mode", BOOKING_DRILLS)
+@drills(BOOKS, "duplex")
 async def test_a_picker_that_dies_while_it_decides(world: World, mode: Mode) -> None:
     """Its requests are asked anew at the other, or fail; what waits at the other goes on."""
     await world.both()
@@ -258,14 +264,7 @@ async def test_a_picker_that_dies_while_it_decides(world: World, mode: Mode) -> 
     await world.no_load()
 
 
-#: Of these gateways the calls stay open, so that the death of a picker breaks answers.
-HELD = [mode for mode in BOOKS if mode.name.removesuffix("_no_retries") != "duplex_none"]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=[] if mode.name in ("duplex", "buffered") else LONG, id=mode.name) for mode in HELD],
-)
+@drills(HELD, "duplex")
 async def test_a_picker_that_dies_breaks_the_answers_of_its_open_calls(world: World, mode: Mode) -> None:
     """The engines stop their work, and nothing stays booked."""
     await world.both()
@@ -275,7 +274,7 @@ async def test_a_picker_that_dies_breaks_the_answers_of_its_open_calls(world: Wo
     await world.no_load()
 
 
-@pytest.mark.parametrize("mode", DRILLS)
+@drills([mode for mode in DRILLED if mode.request != "STREAMED"], "duplex")
 async def test_a_picker_that_dies_breaks_no_answer_whose_end_the_engine_reports(world: World, mode: Mode) -> None:
     """Nor does the load stay that it booked: the reports of the engine give it back."""
     await world.both()

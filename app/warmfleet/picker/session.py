@@ -8,10 +8,10 @@ A gateway tells in its first message how it sends the bodies (``Modes``). The an
 - STREAMED, NONE: the gateway wants the endpoint with the headers, so the prompt is not known: any engine is taken.
 
 If the chosen engine reports the ends of requests, or nothing was booked, the call ends behind the request (``_left``):
-no piece of the answer passes here, and an answer outlives its picker. Else the call stays open. The end of an answer is
-then known where its last piece passes (FULL_DUPLEX, STREAMED), or where the gateway keeps the call open until the end
-(BUFFERED with NONE). Where it can, the gateway's own answers are told from the engine's. An end that is not known never
-counts as the engine's fault.
+no piece of the answer passes here, and an answer outlives its picker. Not so where a body passes in pieces (STREAMED).
+Else the call stays open. The end of an answer is then known where its last piece passes (FULL_DUPLEX, STREAMED), or
+where the gateway keeps the call open until the end (BUFFERED with NONE). Where it can, the gateway's own answers are
+told from the engine's. An end that is not known never counts as the engine's fault.
 """
 
 from __future__ import annotations
@@ -279,8 +279,9 @@ class Session:
                 made += messages.request_pieces(body if changed is None else changed, ends=not self._trailers)
             if self._trailers:
                 made.append(messages.REQUEST_TRAILERS_CONTINUE)
-        needless = self._bodiless or self._sees_no_body if picked is None else picked.ends_without_us
-        if needless and self._calls.leaves:
+        # A call that ends while a body passes here in pieces (STREAMED) would lose those that are under way.
+        unbooked = self._bodiless or (self._modes is not None and self._modes.request == NONE)
+        if self._calls.leaves and (unbooked if picked is None else picked.ends_without_us):
             self._stream.send_last(b"".join(map(message, made)), self._left)
         else:
             self._stream.send(b"".join(map(message, made)))

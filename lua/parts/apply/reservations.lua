@@ -81,9 +81,8 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
   end
 
   local function reopen(id, lease)
-    local _, slot, tokens, decode, matched, prompt, _, length = struct.unpack(LEASE, lease)
+    local epoch, slot, tokens, decode, matched, prompt, _, length = struct.unpack(LEASE, lease)
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return lease end
-    local epoch = row[EPOCH_FIELD]
     give_back.request(epoch, decode, 1)
     if #id >= CLIENT_AT then client_of(id).spend(-tokens) end
     local reopened = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length) .. worker_id
