@@ -30,7 +30,7 @@ from warmfleet.protocol.transfer import read_transfer
 from warmfleet.protocol.wire import DIGEST_BYTES, Scheme
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Collection, Iterator
     from pathlib import Path
 
     from warmfleet.fleet import WorkerView
@@ -41,7 +41,7 @@ pytestmark = [
         minutes=18,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, losses, "
+            "prefills, ends, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, losses, "
             "resets and restarts; a table of what differs (`make vllm-matrix`)"
         ),
     ),
@@ -67,6 +67,7 @@ CHECKS = {
     "reset": "blocks left",
     "hashes": "equal",
     "prefills": "equal",
+    "ends": "equal",
     "load": "",
     "salts, adapters": "",
     "NONE_HASH": "",
@@ -207,6 +208,20 @@ async def prefills(fleet: Fleet, counted: dict[str, list[int]]) -> dict[str, lis
     return {name: seen[name] for name in counted}
 
 
+async def ends(fleet: Fleet, names: Collection[str]) -> dict[str, list[Any]]:
+    """Wait for the entries that report the ends of these requests; [tokens of the answer, reason] by id."""
+    seen: dict[str, list[Any]] = {}
+
+    async def all_told() -> bool:
+        for entry in await entries(fleet):
+            if entry[b"o"] == b"ended":
+                seen.update({name: [tokens, reason] for name, tokens, reason in json.loads(entry[b"d"])})
+        return seen.keys() >= set(names)
+
+    await poll(all_told, 90, "every end is reported")
+    return {name: seen[name] for name in names}
+
+
 def cases() -> list[dict[str, Any]]:
     rng = random.Random(3)
     salts, adapters = (None, "a tenant", "Grüße 東京"), (None, ("one", "/adapters/one"), ("two", "/adapters/two"))
@@ -288,10 +303,12 @@ async def test_what_is_reported_is_what_the_core_says(
                 ran = await core.ask("run", requests=REQUESTS, tokens=TOKENS)
                 assert await prefills(fleet, ran["counted"]) == ran["counted"]
                 assert len(ran["counted"]) == REQUESTS
+                answers = {f"wf-{number:022}": [1 + number % 40, "length"] for number in range(REQUESTS)}
+                assert await ends(fleet, answers) == answers
                 reported += len(ran["counted"])
                 evicted += sum(len(entry[b"d"]) // 8 for entry in await entries(fleet) if entry[b"o"] == b"removed")
                 blocks.append(await same(fleet, ran["table"]))
-            cells["prefills"] = f"{reported} of {reported}"
+            cells["prefills"] = cells["ends"] = f"{reported} of {reported}"
             cells["index == table"] = ", ".join(map(str, blocks))
             counts = await fleet.index.counts()
             assert not [

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 STEP_S = "0.03"  # as long as a larger model's step, so that answers take seconds
+DEAD_MS = 17_000  # after its last heartbeat an engine is dead: TTL, and VOUCH_MS of lua/parts/tick/each_second.lua
 SOON_S = 1.0  # within this time after any event load is what the engines have
 CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "90"))
 
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long(
         minutes=5,
-        shows="real vLLM reports the ends of requests: killed replica, n = 3, client gone, no renewal, restart",
+        shows="real vLLM reports the ends of requests: killed replica, n = 3, client gone, no renewal, dead engine",
     ),
 ]
 
@@ -86,6 +87,21 @@ class World:
             name.decode(): Lease.unpack(lease) for name, lease in (await store.hgetall(self.fleet.keys.lease)).items()
         }
         return {name: lease.stage for name, lease in leases.items() if lease.stage <= Stage.STARTED}
+
+    async def load_of_dead(self, worker_id: str, seconds: dict[str, list[float]]) -> None:
+        """Wait until a dead engine has no load; note how many seconds after its death was known, by Redis' clock."""
+        store: Any = self.fleet.redis
+        heard_ms, found = float(await store.zscore(self.fleet.keys.alive, worker_id)), 0.0
+
+        async def none() -> bool:
+            nonlocal found
+            whole, micros = await store.time()
+            found = whole + micros / 1e6 - (heard_ms + DEAD_MS) / 1e3
+            return (await self.load())[worker_id] == 0
+
+        assert (await self.load())[worker_id] > 0
+        await poll(none, 40, "the dead engine has no load")
+        seconds.setdefault("dead", []).append(round(found, 2))
 
     async def becomes(self, in_flight: int, within_s: float, about: str) -> float:
         """Return after how many seconds the fleet's load became this."""
@@ -192,12 +208,16 @@ async def test_a_reservation_needs_no_renewal_while_its_engine_has_it(world: Wor
     assert await world.becomes(0, 5, "the answer has ended") < SOON_S
 
 
-async def test_a_restarted_engine_has_nothing(world: World) -> None:
-    """Nobody settles; its successor tells that it has no requests. Last, because the engine starts anew."""
+async def test_a_dead_engine_has_no_load_and_its_successor_begins_with_none(world: World) -> None:
+    """Nobody settles. Last, because the engine starts anew."""
     await world.pick(2_000)
     await poll(lambda: started(world, 1), 20, "the prompt is computed")
     [engine] = world.engines.values()
     await asyncio.to_thread(engine.kill)
+    seconds: dict[str, list[float]] = {}
+    await world.load_of_dead(engine.worker_id, seconds)
+    print("\nseconds from the death that is known to load 0:", seconds["dead"])
+    assert 0 <= seconds["dead"][0] <= SOON_S
     engine.start()
     await asyncio.to_thread(engine.wait)
     await world.becomes(0, 10, "the new process has joined")
@@ -234,7 +254,7 @@ async def test_load_is_what_the_engines_have_under_chaos(ends_store: str) -> Non
         await fleet.close()
     # Of requests that are sent, load has those that are on their way to the engine. The median counts, because two
     # engines and two replicas share the machine's cores with whatever else runs there.
-    for what in ("leave", "replica", "engine"):
+    for what in ("leave", "replica", "engine", "dead"):
         assert statistics.median(strikes.seconds[what]) <= SOON_S
         assert max(strikes.seconds[what]) <= 3 * SOON_S
 
@@ -288,6 +308,7 @@ class Strikes:
             await self.world.pick(1_000)
         engine = next(iter(self.world.engines.values()))
         await asyncio.to_thread(engine.kill)
+        await self.world.load_of_dead(engine.worker_id, self.seconds)
         engine.start()
         await asyncio.to_thread(engine.wait)
         await asyncio.sleep(2 * SOON_S)  # /health answers before the engine has joined

@@ -281,9 +281,10 @@ class Picked:
 
     @property
     def ends_without_us(self) -> bool:
-        """Whether the report of the engine gives back all that was booked, so that nobody has to settle."""
-        attempt = self._attempt
-        return self._decision.reports_ends and attempt.chosen.state is BOOKED and attempt.counted is None
+        """Whether the engine's reports give back all that was booked, when it is due, so that nobody has to settle."""
+        attempt, decision = self._attempt, self._decision
+        reported = decision.reports_ends and decision.worker_id not in attempt.chosen.pool.view.unreported
+        return reported and attempt.chosen.state is BOOKED and attempt.counted is None
 
     def leave(self) -> None:
         """Renew the reservation no longer: its engine reports the end. Else the end is not known, and the lease lapses.
