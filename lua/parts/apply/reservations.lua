@@ -28,7 +28,7 @@ local ENDED_AT_ONCE = 32 -- most reservations that one call ends because a list 
 local BYTES_PER_BLOCK, MEMBERS_PER_BLOCK = 5, 8 -- what takes as long as a block: of `ended`; of the set, in `tally`
 
 return function(state, operation, lease_key, now, give_back, count, parse_list, integers)
-  local prefix, worker_id, record, changed = state.prefix, state.worker, state.record, state.changed
+  local prefix, worker_id, record, row, changed = state.prefix, state.worker, state.record, state.row, state.changed
   local running_key, now_text = prefix .. "running:" .. worker_id, string.format("%.0f", now)
   local release_speculation = include "shared/release_speculation"
 

@@ -6,18 +6,18 @@ and capacity.
 Guarantee: UNHEARD (a replica called vouch) ends when the worker and its API server were both heard after the last such
 call, and at the latest ttl_ms after it, except in grace, when replicas may have been away and could not call. ENDS ends
 when no right tally of the engine came for LATE_TALLY_MS: its reports may have stopped. An engine is dead for its load
-(tick/dead_engine) ttl_ms and VOUCH_MS after its last heartbeat, unless replicas vouch for it: at this part's next call.
+(tick/dead_engine) ttl_ms and VOUCH_MS after its last heartbeat, at this part's next call, unless replicas vouch for it.
 
-Takes the keys alive, alive_servers, servers, load, next_slot and workers by name, the key prefix, the server's time, ttl_ms,
-forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) -> length and
-last time of a stream.
+Takes the keys alive, alive_servers, servers, load, next_slot and workers by name, the key prefix, the server's time,
+ttl_ms, forget_ms, whether it is a time of grace, tick's answer (forget:<id> is added to it), and stream_of(key) ->
+length and last time of a stream.
 Returns the median speed (tokens/s; 0: unknown) and the median capacity (blocks; 0: unknown), both of workers whose URL
 has answered a probe, so that no other process can influence them; and the load rows (worker id, row, in turn).
 --]]
 local call = redis.call
 local FORGETS_AT_ONCE = 8
 local LATE_TALLY_MS = 12500 -- age of the last right tally, of which one comes with each heartbeat: two are missing
-local VOUCH_MS = 2000 -- a replica that asked an engine before ttl_ms has vouched by then, unless the answer took seconds
+local VOUCH_MS = 2000 -- time for a vouch that is on its way; an engine that takes longer to answer counts as dead
 local with_flags, heard = include "shared/with_flags", include "shared/heard"
 
 return function(keys, prefix, now, ttl_ms, forget_ms, grace, answer, stream_of)
