@@ -389,27 +389,10 @@ async def test_the_digest_counts_each_reservation() -> None:
 # ---------------------------------------------------------------- reports that stop, engines that die
 
 
-async def second_later(engine: EngineWithEnds) -> None:
-    """Let the part of tick run that looks at each worker, once a second."""
-    engine.fleet.upkeep.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
-    state: Any = engine.store.get(engine.keys.tick)
-    now = int(time.time() * 1000)
-    engine.store.set(engine.keys.tick, b" ".join([str(now - 1_000).encode(), *(state or b"0 0 0").split()[1:]]))
-    await engine.fleet.upkeep.tick()
-
-
-def silent(engine: EngineWithEnds, seconds: float) -> None:
-    """The last heartbeat and the last right tally are so old."""
-    then = int(time.time() * 1000 - 1_000 * seconds)
-    engine.store.zadd(engine.keys.alive, {WORKER: then}, xx=True)
-    engine.store.zadd(engine.keys.running(WORKER), {"": then}, xx=True)
-
-
 @pytest.fixture
 async def ticked(engine: EngineWithEnds) -> EngineWithEnds:
     """An engine after the time of grace with which a fleet begins."""
-    await second_later(engine)
-    engine.store.set(engine.keys.tick, f"{int(time.time() * 1000)} 0 0")
+    await engine.second()
     return engine
 
 
@@ -419,11 +402,11 @@ async def reports_ends(engine: EngineWithEnds, reserved: str) -> bool:
 
 async def test_an_engine_whose_tallies_stop_counts_as_without_reports(ticked: EngineWithEnds) -> None:
     """Its heartbeats still come, or replicas vouch for it: a picker must stay with requests there."""
-    silent(ticked, 11)
-    await second_later(ticked)
+    ticked.silent(11)
+    await ticked.second()
     assert await reports_ends(ticked, reservation(50))
-    silent(ticked, 13)
-    await second_later(ticked)
+    ticked.silent(13)
+    await ticked.second()
     assert not await reports_ends(ticked, reservation(51))
     await ticked.quiet()
     assert await reports_ends(ticked, reservation(52)), "a right tally came"
@@ -434,12 +417,12 @@ async def test_an_engine_that_has_never_told_counts_as_without_reports(ticked: E
     ticked.round()
     await ticked.apply()
     ticked.store.delete(ticked.keys.running(WORKER))
-    await second_later(ticked)
+    await ticked.second()
     assert not ticked.row().flags & Flag.ENDS
 
 
 async def test_in_grace_an_engine_counts_as_it_did(ticked: EngineWithEnds) -> None:
-    silent(ticked, 60)
+    ticked.silent(60)
     ticked.store.set(ticked.keys.tick, "1 0 0")
     await ticked.fleet.upkeep.tick()
     assert await reports_ends(ticked, ONE)
@@ -449,11 +432,11 @@ async def test_a_dead_engine_has_no_load_within_a_second(ticked: EngineWithEnds)
     """Neither what it had computed, nor what it had not told yet; settle and expiry then change nothing."""
     await runs(ticked)
     await ticked.decide(OTHER)
-    silent(ticked, 16)
-    await second_later(ticked)
+    ticked.silent(16)
+    await ticked.second()
     assert ticked.load()[2] == 2, "a replica may be asking it"
-    silent(ticked, 17.1)
-    await second_later(ticked)
+    ticked.silent(17.1)
+    await ticked.second()
     assert ticked.load() == NONE
     assert not ticked.running()
     await ticked.fleet.bookings.settle(ONE, "cancelled")
@@ -463,17 +446,17 @@ async def test_a_dead_engine_has_no_load_within_a_second(ticked: EngineWithEnds)
 
 async def test_the_load_of_an_engine_that_replicas_vouch_for_stays(ticked: EngineWithEnds) -> None:
     await runs(ticked)
-    silent(ticked, 14)
+    ticked.silent(14)
     ticked.store.zadd(ticked.keys.alive_servers, {"w": int(time.time() * 1000 - 14_000)})
     assert await ticked.fleet.workers.vouch(WORKER, ticked.publisher._stream.nonce) == "VOUCHED"
-    silent(ticked, 20)
-    await second_later(ticked)
+    ticked.silent(20)
+    await ticked.second()
     assert ticked.load() == STARTED
 
 
 async def test_the_load_of_a_silent_engine_stays_in_grace(ticked: EngineWithEnds) -> None:
     await runs(ticked)
-    silent(ticked, 60)
+    ticked.silent(60)
     ticked.store.set(ticked.keys.tick, "1 0 0")
     await ticked.fleet.upkeep.tick()
     assert ticked.load() == STARTED
@@ -487,8 +470,8 @@ async def test_an_engine_that_was_taken_for_dead_gets_its_load_again(ticked: Eng
     await runs(ticked, reservation(60))
     ticked.end(request_id(reservation(60)))
     await told(ticked)
-    silent(ticked, 20)
-    await second_later(ticked)
+    ticked.silent(20)
+    await ticked.second()
     assert ticked.load() == NONE
     ticked.arrive(reservation(60))
     await ticked.quiet()

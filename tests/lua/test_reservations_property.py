@@ -13,7 +13,7 @@ from tests.support.fleet.engine_with_ends import WORKER, EngineWithEnds, reserva
 from tests.support.redis.servers import PATIENT
 
 from warmfleet.errors import CancelledReservation, NoWorker
-from warmfleet.fleet import Fleet, connect
+from warmfleet.fleet import Fleet, Stage, connect
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -31,7 +31,7 @@ STEPS = st.one_of(
     st.tuples(st.just("renew"), WHICH, st.booleans()),
     st.tuples(st.sampled_from(["reap", "lose", "forged"]), WHICH),
     st.tuples(st.sampled_from(["round", "beat", "apply", "restart", "rejoin", "leave", "forget"])),
-    st.tuples(st.sampled_from(["round", "beat", "apply"])),
+    st.tuples(st.sampled_from(["round", "beat", "apply", "dead"])),
 )
 
 
@@ -137,6 +137,13 @@ class History:
         self.engine.start()
         await self.engine.routable()
 
+    async def dead(self) -> None:
+        """The engine is taken for dead; it may come back with what it has."""
+        had = self.engine.running()
+        self.engine.silent(20)
+        await self.engine.second()
+        assert self.engine.load() == (0, 0, 0) or not had
+
     async def forget(self) -> None:
         await self.engine.fleet.upkeep.forget(WORKER)
         self.engine.round()
@@ -151,6 +158,8 @@ class History:
         assert engine.running() == has
         left = engine.open() & engine.seen - has - self.unheard
         assert not left, "the engine has ended it"
+        booked = {name for name, lease in engine.leases().items() if lease.stage <= Stage.STARTED}
+        assert booked & has <= engine.open(), "the engine has it, so it is part of its load"
         kept = engine.open() & has
         await engine.reap(*kept)
         assert kept <= engine.open(), "the engine has it, so it needs no renewal"

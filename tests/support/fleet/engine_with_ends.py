@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from tests.support.fleet.reporting_worker import SCHEME
 
 from warmfleet.fleet import Fleet, Lease, LoadRow, Proof, Question, Renewal, Stage
+from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
@@ -170,6 +171,18 @@ class EngineWithEnds:
         """The reservations that Redis takes for the engine's."""
         members: Any = self.store.zrange(self.keys.running(WORKER), 0, -1)
         return {member.decode() for member in members} - {""}
+
+    async def second(self) -> None:
+        """Let the part of tick run that looks at each worker, once a second; no time of grace is left."""
+        self.fleet.upkeep.pace = Pace(min_gap_ms=0, rest_gap_ms=0)
+        self.store.set(self.keys.tick, f"{int(time.time() * 1_000) - 1_000} 0 0")
+        await self.fleet.upkeep.tick()
+
+    def silent(self, seconds: float) -> None:
+        """The last heartbeat and the last right tally are so old."""
+        then = int(1_000 * (time.time() - seconds))
+        self.store.zadd(self.keys.alive, {WORKER: then}, xx=True)
+        self.store.zadd(self.keys.running(WORKER), {"": then}, xx=True)
 
     async def quiet(self) -> None:
         """Heartbeats until Redis knows what the engine has."""
