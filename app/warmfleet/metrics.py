@@ -165,7 +165,8 @@ class Metrics:
     def _of_requests(self) -> None:
         self.requests = self._counter(
             "requests",
-            "Requests that were answered; `model` is empty where a request was refused before its model was known",
+            "Requests that were answered (status `unseen`: the answer passes a picker by); `model` is empty where a "
+            "request was refused before its model was known",
             "endpoint status reservation model",
         )
         self.in_flight = self._gauge("in_flight_requests", "Requests that are being served now")

@@ -18,7 +18,6 @@ from warmfleet.errors import ModelNotFound, NoWorker, WarmfleetError
 from warmfleet.fleet import Shortfall
 from warmfleet.pools.cache_reports import CacheReports
 from warmfleet.routing.attempt import Attempt
-from warmfleet.routing.booking import BOOKED
 from warmfleet.routing.engine_addresses import EngineAddresses
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.first_bytes import FirstBytes
@@ -281,10 +280,10 @@ class Picked:
 
     @property
     def ends_without_us(self) -> bool:
-        """Whether the engine's reports give back all that was booked, when it is due, so that nobody has to settle."""
-        attempt, decision = self._attempt, self._decision
-        reported = decision.reports_ends and decision.worker_id not in attempt.chosen.pool.view.unreported
-        return reported and attempt.chosen.state is BOOKED and attempt.counted is None
+        """Whether the engine's report gives back all that was booked, so that nobody has to settle. It does not end the
+        count of a client with limits that stands in another pool's keys.
+        """
+        return self._decision.reports_ends and self._attempt.counted is None
 
     def leave(self) -> None:
         """Renew the reservation no longer: its engine reports the end. Else the end is not known, and the lease lapses.

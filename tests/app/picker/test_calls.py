@@ -15,6 +15,7 @@ import grpc
 import pytest
 from tests.support.certificates import certificate
 from tests.support.engines.scripted import Engine, engine
+from tests.support.engines.simulated import simulated
 from tests.support.gateways.ext_proc import (
     BUFFERED,
     FULL_DUPLEX,
@@ -312,6 +313,39 @@ async def test_without_a_body_any_engine_is_taken(world: World, mode: int) -> No
     else:
         assert await call.ended() == grpc.StatusCode.OK
     assert await world.replica.load() == 0
+
+
+@pytest.mark.parametrize("mode", [FULL_DUPLEX, BUFFERED])
+async def test_a_call_ends_behind_the_request_if_the_engine_reports_ends(
+    valkey_url: str, model: str, mode: int
+) -> None:
+    """Its reservation is left to the engine: here nobody sends the request, so that it lasts as long as its lease."""
+    port = free_port()
+    async with (
+        simulated(valkey_url, model) as upstream,
+        replica(valkey_url, model, epp_port=port) as router,
+        gateway(port) as client,
+    ):
+        await router.routable(1)
+        world = World(router, cast("Engine", upstream), client, model)
+        call = await world.begun((mode, mode if mode == FULL_DUPLEX else NONE))
+        if mode == BUFFERED:
+            assert (await call.read()).kind == "request_headers"
+        await call.send(request_body=body(world.body(), ends=True))
+        assert (await call.read()).endpoints == (world.address, world.address)
+        if mode == FULL_DUPLEX:
+            sent, ends = (await call.read()).piece
+            assert (json.loads(sent)["prompt"], ends) == ("Once upon a time", True)
+        assert await call.ended() == grpc.StatusCode.OK
+        assert await router.metric("warmfleet_left_reservations_total") == 1
+        assert await router.metric('warmfleet_requests_total{endpoint="completions",status="unseen"}') == 1
+        assert await router.metric("warmfleet_in_flight_requests") == 0
+        assert await router.load() > 0
+        store: Any = router.fleet.redis
+        [(name, _)] = await store.zrange(router.fleet.keys.leases, 0, -1, withscores=True)
+        await store.zadd(router.fleet.keys.leases, {name: 1})
+        await router.fleet.bookings.reap()
+        assert await router.load() == 0
 
 
 async def test_a_picker_that_shall_stay_does(valkey_url: str, model: str) -> None:
