@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from tests.envoy.envoy import MODES, Mode
-from tests.envoy.world import PATH, World, cut, many, running_world
+from tests.envoy.world import PATH, World, cut, die, running_world, whole_answers
 from tests.support.polling import poll
 
-from warmfleet.fleet import QUEUE_PATIENCE, Lease, QueueLimits, Stage
+from warmfleet.fleet import Lease, Stage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -135,10 +135,7 @@ async def test_an_engine_that_breaks_off(world: World, accounts: Accounts, mode:
 
 
 async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
-    world.pool.fleet.use(limits=QueueLimits(1.0, count, QUEUE_PATIENCE))
-    answers = await many(world, mode, count, 32)
-    assert Counter(answer.status for answer in answers) == {200: count}
-    assert [answer.tokens for answer in answers] == [1 + number % 30 for number in range(count)]
+    await whole_answers(world, mode, count)
     await accounts.are(count * booked(mode))
 
 
@@ -159,12 +156,7 @@ async def test_a_thousand_answers_are_whole(world: World, accounts: Accounts, mo
 async def test_a_request_that_never_reached_its_engine_is_left_to_its_lease(world: World, accounts: Accounts) -> None:
     """Nobody tells of Envoy's own 503: the lease ends 30 s after the decision."""
     fleet = world.replica.fleet
-    dead = world.engines["right"]
-    runner = dead.engine._runner
-    assert runner is not None
-    for site in [*runner.sites]:
-        await site.stop()
-    cut(dead)
+    await die(world.engines["right"])
     got = await world.ask(MODES[0], world.body(), **{"x-subset": world.address("right")})
     assert got.status == 503
     store: Any = fleet.redis

@@ -20,11 +20,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from tests.envoy.envoy import ENDPOINT, MODES, OTHERS, Mode
-from tests.envoy.world import PATH, World, cut, many, running_world
+from tests.envoy.world import PATH, World, cut, die, running_world, whole_answers
 from tests.support.polling import poll
 from tests.support.requests.http2 import Peer
 
-from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits
 from warmfleet.picker import frames
 
 if TYPE_CHECKING:
@@ -334,10 +333,7 @@ async def test_an_engine_that_dies_while_it_answers_is_not_blamed(world: World, 
 
 
 async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
-    world.pool.fleet.use(limits=QueueLimits(1.0, count, QUEUE_PATIENCE))
-    answers = await many(world, mode, count, 32)
-    assert Counter(answer.status for answer in answers) == {200: count}
-    assert [answer.tokens for answer in answers] == [1 + number % 30 for number in range(count)]
+    await whole_answers(world, mode, count)
     if mode.name in ("duplex_none", "duplex_trailers"):
         # Nobody tells when the answers end, or only the end of the call tells it, which for short answers looks like a
         # call that was given up: they are left to their leases.
@@ -367,12 +363,7 @@ async def test_an_engine_that_cannot_be_reached(world: World, accounts: Accounts
 
     Not with override_host: there a retry may go to any other engine of Envoy's cluster.
     """
-    dead = world.engines["right"]
-    runner = dead.engine._runner
-    assert runner is not None
-    for site in [*runner.sites]:
-        await site.stop()
-    cut(dead)
+    await die(world.engines["right"])
     only = {"x-subset": world.address("right")}
     for count, name in enumerate(("duplex", "buffered", "buffered_told"), 1):
         mode = next(mode for mode in MODES if mode.name == name)

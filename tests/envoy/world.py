@@ -18,6 +18,7 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
 
 from warmfleet.cli.local.ports import free_port
+from warmfleet.fleet import QUEUE_PATIENCE, QueueLimits
 from warmfleet.fleet.bookings import Outcome
 
 if TYPE_CHECKING:
@@ -161,12 +162,24 @@ def cut(engine: Simulated) -> None:
             connection.transport.abort()
 
 
-async def many(world: World, mode: Mode, count: int, at_once: int) -> list[Got]:
-    """Send so many streamed requests of different lengths; return their answers."""
-    gate = asyncio.Semaphore(at_once)
+async def die(engine: Simulated) -> None:
+    """Listen no more, and break all connections off."""
+    runner = engine.engine._runner
+    assert runner is not None
+    for site in [*runner.sites]:
+        await site.stop()
+    cut(engine)
+
+
+async def whole_answers(world: World, mode: Mode, count: int) -> None:
+    """Send so many streamed requests of different lengths, 32 at a time; assert that all answers are whole."""
+    world.pool.fleet.use(limits=QueueLimits(1.0, count, QUEUE_PATIENCE))
+    gate = asyncio.Semaphore(32)
 
     async def one(number: int) -> Got:
         async with gate:
             return await world.ask(mode, world.body(f"Prompt {number}", tokens=1 + number % 30, stream=True))
 
-    return await asyncio.gather(*map(one, range(count)))
+    answers = await asyncio.gather(*map(one, range(count)))
+    assert Counter(answer.status for answer in answers) == {200: count}
+    assert [answer.tokens for answer in answers] == [1 + number % 30 for number in range(count)]
