@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 WITHOUT_RETRIES = [replace(mode, name=f"{mode.name}_no_retries", retries=False) for mode in MODES]
-DRILLED = [*MODES, *WITHOUT_RETRIES]
+#: The modes in which the picker reads the prompt: without it, it cannot choose between two models.
+DRILLED = [mode for mode in (*MODES, *WITHOUT_RETRIES) if mode.request not in ("NONE", "STREAMED")]
 
 
 @dataclass
@@ -214,9 +215,8 @@ async def world(valkey_url: str, tmp_path_factory: pytest.TempPathFactory) -> As
 LONG = pytest.mark.long(
     minutes=5, shows="pickers killed while they decide and while engines answer: each mode, with and without retries"
 )
-BOOKS = [mode for mode in DRILLED if mode.request not in ("NONE", "STREAMED")]
 #: Of these gateways the calls stay open, so that the death of a picker breaks answers.
-HELD = [mode for mode in BOOKS if mode.name.removesuffix("_no_retries") != "duplex_none"]
+HELD = [mode for mode in DRILLED if mode.name.removesuffix("_no_retries") != "duplex_none"]
 
 
 def drills(modes: Sequence[Mode], often: str) -> pytest.MarkDecorator:
@@ -243,9 +243,12 @@ async def test_requests_go_on_when_a_picker_dies(world: World, mode: Mode) -> No
     assert (await world.statuses(mode, 4))[-1] == 200, "the picker that was started again serves"
 
 
-@drills(BOOKS, "duplex")
+@drills(DRILLED, "duplex")
 async def test_a_picker_that_dies_while_it_decides(world: World, mode: Mode) -> None:
-    """Its requests are asked anew at the other, or fail; what waits at the other goes on."""
+    """Its requests are asked anew at the other, or fail; what waits at the other goes on.
+
+    With BUFFERED they fail in any case: a gateway asks no other picker once one has answered the headers.
+    """
     await world.both()
     queue = world.fleets[False].keys.queue2
 
@@ -260,7 +263,7 @@ async def test_a_picker_that_dies_while_it_decides(world: World, mode: Mode) -> 
     statuses = sorted(await asyncio.gather(*waits))
     failed = statuses.count(500)
     assert statuses == [200] * (6 - failed) + [500] * failed
-    assert failed == 0 if mode.retries else 0 < failed < 6
+    assert failed == 0 if mode.retries and mode.duplex else 0 < failed < 6
     await world.no_load()
 
 
@@ -270,11 +273,11 @@ async def test_a_picker_that_dies_breaks_the_answers_of_its_open_calls(world: Wo
     await world.both()
     counts = await world.stream_while_one_dies(mode, 1_500, reports_ends=False)
     assert {count for count in counts if count > 0} <= {1_500}, "an answer is whole or visibly broken"
-    assert 0 < sum(count < 0 for count in counts) < 6, "only those of the dead picker break off"
+    assert 0 < sum(count < 0 for count in counts) < 6, f"only those of the dead picker break off: {counts}"
     await world.no_load()
 
 
-@drills([mode for mode in DRILLED if mode.request != "STREAMED"], "duplex")
+@drills(DRILLED, "duplex")
 async def test_a_picker_that_dies_breaks_no_answer_whose_end_the_engine_reports(world: World, mode: Mode) -> None:
     """Nor does the load stay that it booked: the reports of the engine give it back."""
     await world.both()
