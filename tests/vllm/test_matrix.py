@@ -41,8 +41,8 @@ pytestmark = [
         minutes=18,
         shows=(
             "the plugin on the core of each vLLM from 0.28 to 0.33, which are downloaded: index, hashes, load, "
-            "prefills, ends, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, losses, "
-            "resets and restarts; a table of what differs (`make vllm-matrix`)"
+            "prefills, ends, engines that draft tokens, hybrid engines, tiers; index == tables after evictions, "
+            "losses, resets and restarts; a table of what differs (`make vllm-matrix`)"
         ),
     ),
     pytest.mark.timeout(900),
