@@ -133,7 +133,7 @@ class Store:
 class FakeApi:
     """``with FakeApi() as api:`` serves on ``api.url`` (loopback, a free port) until the block ends.
 
-    custom: whether the cluster has the CRDs of Prometheus' operator and of the Gateway API.
+    custom: whether the cluster has the CRDs of Prometheus' operator, the Gateway API and its Inference Extension.
     """
 
     def __init__(self, *, custom: bool = False) -> None:

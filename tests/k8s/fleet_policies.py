@@ -25,10 +25,11 @@ from tests.k8s.objects import (
     of_kind,
     of_role,
     pod,
+    probes_of,
     role,
     workloads,
 )
-from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, Check, Program
+from tests.k8s.policies import BROUGHT, CLUSTER_SCOPED, ENGINES_TO_COME, GATEWAYS_TO_COME, Check, Program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,12 +42,13 @@ BUILT_IN = CLUSTER_SCOPED | WORKLOADS | {
     *("ServiceAccount", "ConfigMap", "Secret", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"),
     *("NetworkPolicy", "HorizontalPodAutoscaler", "Ingress"),
 }  # fmt: skip
-CUSTOM = {"PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute"}
+CUSTOM = {"PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute", "InferencePool"}
 _PASSWORD_IN_URL = re.compile(r"[a-z+]+://[^/\s:@]*:(?!\$\()[^/\s@]+@")
 #: Role -> the name and the number of the port that has its metrics.
 SCRAPED = {"router": ("admin", 9090), "worker": ("http", 8000)}
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{,61}[A-Za-z0-9])?")
-_SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|_KEY)$")
+#: WARMFLEET_TLS_KEY is the path of a file.
+_SECRET_NAME = re.compile(r"(PASSWORD|TOKEN|(?<!_TLS)_KEY)$")
 
 
 def kinds(objects: list[Manifest], _: Program) -> list[str]:
@@ -222,9 +224,91 @@ def edges(objects: list[Manifest], _: Program) -> list[str]:
     for item in of_kind(objects, "HTTPRoute"):
         parents = {(ref["name"], ref["sectionName"]) for ref in item["spec"]["parentRefs"]}
         problems += [f"{name_of(item)}: no listener {parent}" for parent in sorted(parents - listeners)]
-        ends = {(ref["name"], ref["port"]) for rule in item["spec"]["rules"] for ref in rule["backendRefs"]}
+        backends = [ref for rule in item["spec"]["rules"] for ref in rule["backendRefs"]]
+        ends = {(ref["name"], ref["port"]) for ref in backends if "port" in ref}
         problems += [f"{name_of(item)}: no Service with port {end}" for end in sorted(ends - open_ports)]
+        known = {pool["metadata"]["name"] for pool in of_kind(objects, "InferencePool")}
+        asked = {ref["name"] for ref in backends if ref.get("kind") == "InferencePool"}
+        problems += [f"{name_of(item)}: no InferencePool {name}" for name in sorted(asked - known)]
     return problems
+
+
+def tls(objects: list[Manifest], _: Program) -> list[str]:
+    """Routers with a certificate get it by a Secret that the operator brings; probes, scrapes and edges speak TLS."""
+    problems = []
+    for workload in of_role(objects, "router"):
+        container, where = pod(workload)["containers"][0], name_of(workload)
+        given = environment(objects, container)
+        if "WARMFLEET_TLS_CERT" not in given:
+            continue
+        for name, key in ("WARMFLEET_TLS_CERT", "tls.crt"), ("WARMFLEET_TLS_KEY", "tls.key"):
+            problems += [f"{where}: {name} is in no Secret"] * (not _of_secret(workload, container, given[name], key))
+        problems += [
+            f"{where}: {kind} does not speak TLS"
+            for kind, probe in probes_of(container)
+            if probe["httpGet"].get("scheme") != "HTTPS"
+        ]
+        notes = workload["spec"]["template"]["metadata"].get("annotations", {})
+        schemes = [notes.get("prometheus.io/scheme")] * ("prometheus.io/scrape" in notes)
+        for item in of_kind(objects, "PodMonitor"):
+            if matches(item["spec"]["selector"], labels(workload)):
+                schemes += [end.get("scheme") for end in item["spec"]["podMetricsEndpoints"]]
+        problems += [f"{where}: Prometheus does not speak TLS" for scheme in schemes if scheme != "https"]
+        problems += [
+            f"{name_of(item)}: routers speak TLS, and it does not"
+            for item in (*of_kind(objects, "Ingress"), *of_kind(objects, "HTTPRoute"))
+            if "InferencePool" not in str(item)
+        ]
+    return problems
+
+
+def pickers(objects: list[Manifest], _: Program) -> list[str]:
+    """A gateway's picker is the port of every router that is one, and its members are engines, at their port; policies
+    let the gateway reach both."""
+    problems = []
+    policies_ = of_kind(objects, "NetworkPolicy")
+    services = {item["metadata"]["name"]: item["spec"] for item in of_kind(objects, "Service")}
+    for item in of_kind(objects, "InferencePool"):
+        where, asked = name_of(item), item["spec"]["endpointPickerRef"]
+        service, number = services.get(asked["name"], {"ports": [], "selector": {"": ""}}), asked["port"]["number"]
+        port: Manifest = next((each for each in service["ports"] if each["port"] == number), {})
+        routers = [each for each in workloads(objects) if matches(service["selector"], labels(each))]
+        problems += [f"{where}: no Service {asked['name']} of routers with port {number}"] * (not port or not routers)
+        for workload in routers if port else ():
+            given = environment(objects, pod(workload)["containers"][0]).get("WARMFLEET_EPP_PORT")
+            places = {each["containerPort"]: each["name"] for each in pod(workload)["containers"][0]["ports"]}
+            if given != str(number) or places.get(number) != port["targetPort"]:
+                # Behind a Service without an address, a gateway asks pods at the number of the Service's port.
+                problems.append(f"{where}: {name_of(workload)} is no picker at {number}")
+            problems += _closed_to_gateways(policies_, workload, port["targetPort"])
+        members = [each for each in workloads(objects) if matches(item["spec"]["selector"], labels(each))]
+        for workload in of_role(objects, "worker"):
+            problems += [f"{where}: {name_of(workload)} is no member"] * (workload not in members)
+            problems += _closed_to_gateways(policies_, workload, "http")
+        targets = {each["number"] for each in item["spec"]["targetPorts"]}
+        problems += [
+            f"{where}: {name_of(each)} has no port of {targets}" for each in members if not _has(each, targets)
+        ]
+        if asked.get("failureMode") != "FailClose":
+            problems.append(f"{where}: without a picker it would send requests anywhere")
+    return problems
+
+
+def _has(workload: Manifest, numbers: set[int]) -> bool:
+    return numbers <= declared(workload)
+
+
+def _closed_to_gateways(policies_: list[Manifest], workload: Manifest, port: str) -> list[str]:
+    """The fault of policies that let pods of Gateway `router` not reach this port."""
+    for item in policies_:
+        if not matches(item["spec"]["podSelector"], labels(workload)):
+            continue
+        for rule in item["spec"].get("ingress", []):
+            peers = [each["podSelector"] for each in rule.get("from", []) if "podSelector" in each]
+            hit = any(matches(each, GATEWAYS_TO_COME) for each in peers)
+            if hit and port in [each["port"] for each in rule["ports"]]:
+                return []
+    return [f"NetworkPolicy: {name_of(workload)} is closed to the gateway at {port}"]
 
 
 def monitors(objects: list[Manifest], _: Program) -> list[str]:
@@ -361,6 +445,17 @@ def _mounted(workload: Manifest, container: Manifest, path: str) -> bool:
     return False
 
 
+def _of_secret(workload: Manifest, container: Manifest, path: str, key: str) -> bool:
+    """Whether the file is this key of a Secret that an operator brings, mounted as a folder so that it is followed."""
+    volumes = {volume["name"]: volume.get("secret", {}) for volume in pod(workload).get("volumes", [])}
+    return any(
+        path == f"{mount['mountPath']}/{key}"
+        and "subPath" not in mount
+        and key in BROUGHT.get(volumes[mount["name"]].get("secretName", ""), ())
+        for mount in container.get("volumeMounts", [])
+    )
+
+
 def _file(objects: list[Manifest], workload: Manifest, path: str) -> str | None:
     """The content of a file that a ConfigMap puts into the first container."""
     volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
@@ -398,5 +493,5 @@ def _no_certificate(where: str, names: list[str]) -> list[str]:
 
 CHECKS: dict[str, Check] = policies.CHECKS | {
     check.__name__: check
-    for check in (kinds, models, redis, secrets, images, engines, scaling, edges, monitors, transfers)
+    for check in (kinds, models, redis, secrets, images, engines, scaling, edges, tls, pickers, monitors, transfers)
 }

@@ -53,6 +53,10 @@ def _path(objects: dict[str, Manifest]) -> Any:
     return _spec(objects, "Ingress/router")["rules"][0]["http"]["paths"][0]
 
 
+def _route(objects: dict[str, Manifest]) -> Any:
+    return _spec(objects, "HTTPRoute/router")["rules"][0]
+
+
 def _metric(objects: dict[str, Manifest]) -> Any:
     return _spec(objects, "HorizontalPodAutoscaler/worker-chat")["metrics"][0]["external"]["metric"]
 
@@ -323,6 +327,7 @@ MISTAKES: dict[str, tuple[str, str, Mutation]] = {
     ),
 }  # fmt: skip
 
+POOL = "InferencePool/engines"
 KUBE_DNS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}}}
 NODE_LOCAL = {"ipBlock": {"cidr": "169.254.20.10/32"}}
 
@@ -405,6 +410,73 @@ MISTAKES_OF_OTHERS: dict[str, tuple[str, str, str, Mutation]] = {
     "a certificate of the gateway that nobody brings": (
         "sentinel", "edges", "nobody brings Secret x",
         lambda o: _spec(o, "Gateway/router")["listeners"][0]["tls"]["certificateRefs"][0].update(name="x"),
+    ),
+    "a pool without its group": (
+        "picker", "schema", "is not valid under any", lambda o: _route(o)["backendRefs"][0].pop("group"),
+    ),
+    "a picker without a port": (
+        "picker", "schema", "'port' is a required", lambda o: _spec(o, POOL)["endpointPickerRef"].pop("port"),
+    ),
+    "an unknown field of a pool": (
+        "picker", "schema", "targetPortNumber", lambda o: _spec(o, POOL).update(targetPortNumber=8000),
+    ),
+    "a pool of no pods": (
+        "picker", "selectors", "InferencePool/engines: selects no pods",
+        lambda o: _spec(o, POOL).update(selector={"matchLabels": {"app": "x"}}),
+    ),
+    "a route to a pool that is not there": (
+        "picker", "edges", "no InferencePool x", lambda o: _route(o)["backendRefs"][0].update(name="x"),
+    ),
+    "a route past the picker": (
+        "picker", "tls", "routers speak TLS",
+        lambda o: _route(o).update(backendRefs=[{"name": "router", "port": 80}]),
+    ),
+    "a certificate of routers that nobody brings": (
+        "picker", "tls", "WARMFLEET_TLS_KEY is in no Secret",
+        lambda o: [volume["secret"].update(secretName="x") for volume in pod(o)["volumes"] if "secret" in volume],
+    ),
+    "a certificate that is never followed": (
+        "picker", "tls", "WARMFLEET_TLS_CERT is in no Secret",
+        lambda o: [mount.update(subPath="tls.crt") for mount in container(o)["volumeMounts"]],
+    ),
+    "a probe without TLS": (
+        "picker", "tls", "readinessProbe does not speak TLS",
+        lambda o: container(o)["readinessProbe"]["httpGet"].pop("scheme"),
+    ),
+    "a monitor without TLS": (
+        "picker", "tls", "Prometheus does not speak TLS",
+        lambda o: _spec(o, "PodMonitor/router")["podMetricsEndpoints"][0].pop("scheme"),
+    ),
+    "a picker that is no Service's": (
+        "picker", "pickers", "no Service router of routers with port 9002",
+        lambda o: _spec(o, POOL)["endpointPickerRef"].update(name="router"),
+    ),
+    "a picker at another port": (
+        "picker", "pickers", "Deployment/router is no picker at 9002",
+        lambda o: _variable(o, "WARMFLEET_EPP_PORT").update(value="9001"),
+    ),
+    "a Service of pickers that leads to another port": (
+        "picker", "pickers", "Deployment/router is no picker at 9002",
+        lambda o: _spec(o, "Service/picker")["ports"][0].update(targetPort="http"),
+    ),
+    "a pool of one model": (
+        "picker", "pickers", "Deployment/worker-code is no member",
+        lambda o: _spec(o, POOL)["selector"]["matchLabels"].update({"app.kubernetes.io/instance": "chat"}),
+    ),
+    "a pool at a port that engines lack": (
+        "picker", "pickers", "Deployment/worker-chat has no port",
+        lambda o: _spec(o, POOL).update(targetPorts=[{"number": 8080}]),
+    ),
+    "a gateway that goes on without its picker": (
+        "picker", "pickers", "send requests anywhere",
+        lambda o: _spec(o, POOL)["endpointPickerRef"].update(failureMode="FailOpen"),
+    ),
+    "pickers that are closed to the gateway": (
+        "picker", "pickers", "Deployment/router is closed to the gateway", lambda o: o.pop("NetworkPolicy/picker"),
+    ),
+    "engines that are closed to the gateway": (
+        "picker", "pickers", "Deployment/worker-code is closed to the gateway",
+        lambda o: o.pop("NetworkPolicy/engines-of-gateway"),
     ),
     "fewer Sentinels than the URL": (
         "sentinel", "redis", "Sentinels are", lambda o: _spec(o, "StatefulSet/redis").update(replicas=5),

@@ -55,6 +55,7 @@ BROUGHT: dict[str, frozenset[str]] = {
     "redis-ca": frozenset({"ca.crt"}),
     "redis-tls": frozenset({"tls.crt", "tls.key", "ca.crt"}),
     "router-tls": frozenset({"tls.crt", "tls.key"}),
+    "picker-tls": frozenset({"tls.crt", "tls.key"}),
     "client-keys": frozenset({"keys.jsonl"}),
     "engine-key": frozenset({"key"}),
     "hf-token": frozenset({"token"}),
@@ -62,6 +63,8 @@ BROUGHT: dict[str, frozenset[str]] = {
 }
 #: The labels that policies and monitors of engines select, also in a fleet whose engines are elsewhere today.
 ENGINES_TO_COME = {"app.kubernetes.io/name": "worker"}
+#: The label of the pods that a controller runs for Gateway `router`, by the Gateway API's convention.
+GATEWAYS_TO_COME = {"gateway.networking.k8s.io/gateway-name": "router"}
 #: Where a node may answer DNS: pods of the cluster's DNS; NodeLocal DNSCache on the node, at its own address and at
 #: that of Service kube-dns (here any address of Services); its pods, where the network plugin redirects to them.
 DNS_SERVERS: tuple[str | dict[str, str], ...] = (
@@ -125,7 +128,8 @@ def selectors(objects: list[Manifest], _: Program) -> list[str]:
     pods = [labels(workload) for workload in workloads(objects)]
     for kind, field_name, known in (
         ("Service", "selector", pods),
-        ("NetworkPolicy", "podSelector", [*pods, ENGINES_TO_COME]),
+        ("NetworkPolicy", "podSelector", [*pods, ENGINES_TO_COME, GATEWAYS_TO_COME]),
+        ("InferencePool", "selector", [*pods, ENGINES_TO_COME]),
     ):
         problems += [
             f"{name_of(item)}: selects no pods"

@@ -34,6 +34,7 @@ COMBINATIONS: dict[str, Parts] = {
     "sentinel": [MODEL, "redis-sentinel", "engines-elsewhere", "gateway"],
     "external": [CHAT, CODE, "redis-external", "redis-external-ca", "pools", "monitoring"],
     "elsewhere": ["engines-elsewhere", "redis-external"],
+    "picker": [CHAT, CODE, "redis", "engine-key", "monitoring", "gateway", "gateway-inference"],
 }
 #: Routers of two models need more memory.
 ROOM = """
@@ -53,7 +54,7 @@ STORES = (
     *(["redis"], ["redis", "redis-tls"], ["redis-sentinel"]),
     *(["redis-external"], ["redis-external", "redis-external-ca"]),
 )
-EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"])
+EDGES: tuple[list[str], ...] = ([], ["ingress"], ["gateway"], ["gateway", "gateway-inference"])
 #: These are used together or not at all. The last one needs engines in the cluster.
 EXTRAS = ["pools", "client-keys", "monitoring", "hpa-queue", "engine-key"]
 
@@ -63,7 +64,7 @@ def every_combination() -> dict[str, list[str]]:
     found = {}
     for engines, store, edge, extra in product(ENGINES, STORES, EDGES, (False, True)):
         extras = EXTRAS[: None if engines[0].startswith("overlays/") else -1] if extra else []
-        parts = [*engines, *store, *edge, *extras]
+        parts = [*engines, *store, *extras, *edge]
         found["+".join(parts)] = parts
     return found
 

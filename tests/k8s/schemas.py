@@ -45,17 +45,36 @@ _RULE = {
     | {"oneOf": [{"required": ["alert"]}, {"required": ["record"]}]},
 }
 _RULE["properties"] |= {"for": _SECONDS, "keep_firing_for": _SECONDS}
-_ENDPOINT = _object("port", port=_TEXT, path=_TEXT, interval=_SECONDS, scheme={"enum": ["http", "https"]})
+_ENDPOINT = _object(
+    "port",
+    port=_TEXT,
+    path=_TEXT,
+    interval=_SECONDS,
+    scheme={"enum": ["http", "https"]},
+    tlsConfig=_object("", insecureSkipVerify={"type": "boolean"}),
+)
 _TLS = _object("mode certificateRefs", mode={"enum": ["Terminate"]}, certificateRefs=_list(_object("name", name=_TEXT)))
 _LISTENER = _object(
     "name port protocol tls", name=_TEXT, hostname=_TEXT, port=_PORT, protocol={"enum": ["HTTPS"]}, tls=_TLS
 )
 _PATH = _object("type value", type={"enum": ["PathPrefix", "Exact"]}, value=_TEXT)
+#: A Service, which is told with its port, or an InferencePool.
+_BACKEND = {
+    "oneOf": [
+        _object("name port", name=_TEXT, port=_PORT),
+        _object(
+            "group kind name",
+            group={"const": "inference.networking.k8s.io"},
+            kind={"const": "InferencePool"},
+            name=_TEXT,
+        ),
+    ]
+}
 _ROUTE = _object(
     "backendRefs",
     matches=_list(_object("path", path=_PATH)),
     timeouts=_object("", request=_SECONDS, backendRequest=_SECONDS),
-    backendRefs=_list(_object("name port", name=_TEXT, port=_PORT)),
+    backendRefs=_list(_BACKEND),
 )
 
 #: (apiVersion, kind) -> schema of `spec`, by the published definitions as far as the manifests use them. Every field
@@ -75,6 +94,20 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
         parentRefs=_list(_object("name", name=_TEXT, sectionName=_TEXT)),
         hostnames=_list(_TEXT),
         rules=_list(_ROUTE),
+    ),
+    # By version 1.6 of the Gateway API Inference Extension. Up to 1.4 the picker must be named, and its Service's port.
+    ("inference.networking.k8s.io/v1", "InferencePool"): _object(
+        "selector targetPorts endpointPickerRef",
+        selector=_SELECTOR,
+        targetPorts={**_list(_object("number", number=_PORT)), "maxItems": 8, "uniqueItems": True},
+        endpointPickerRef=_object(
+            "name port",
+            group={"const": ""},
+            kind={"const": "Service"},
+            name=_TEXT,
+            port=_object("number", number=_PORT),
+            failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
     ),
 }
 

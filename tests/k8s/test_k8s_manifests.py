@@ -33,7 +33,7 @@ def test_every_combination_passes(program: Program, tmp_path: Path) -> None:
         objects = parse(render(parts, scratch))
         problems[name] = [problem for check in CHECKS.values() for problem in check(objects, program)]
 
-    assert len(problems) == 150
+    assert len(problems) == 200
     assert not any(problems.values()), {name: found for name, found in problems.items() if found}
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import ssl
+import subprocess
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -9,9 +13,10 @@ import httpx
 import pytest
 import redis
 from redis.exceptions import NoPermissionError
+from tests.envoy.envoy import envoy
 from tests.k8s.objects import Manifest, probes_of
 from tests.k8s.pods import Pods, RunningPod
-from tests.k8s.render import MODEL, parse, render
+from tests.k8s.render import K8S, MODEL, parse, render
 from tests.support.certificates import certificate
 from tests.support.redis.servers import redis7_binary, valkey_binary
 from tests.support.run.required_tools import require
@@ -167,6 +172,56 @@ def test_a_dead_master_is_replaced(tmp_path: Path) -> None:
         pods.start("StatefulSet/redis", 0, again=stores[0])
 
         processes.wait("redis-0.redis", lambda: _replicas(_master(ports[26379]), ports[6379]) == 2)
+
+
+@pytest.mark.long(
+    minutes=1,
+    shows="a gateway asks a router at the port and by the certificate of `gateway-inference`, and is answered",
+)
+async def test_a_gateway_asks_a_router(tmp_path: Path) -> None:
+    """An Envoy stands for the gateway that a controller would make of these objects. It goes only where it is told."""
+    objects = _rendered(["redis", "gateway", "gateway-inference"], tmp_path)
+    (pool,) = [item["spec"] for item in objects if item["kind"] == "InferencePool"]
+    with Processes(tmp_path) as processes:
+        secrets = {"redis-passwords": PASSWORDS, "picker-tls": _certificate(tmp_path)}
+        pods = Pods(objects, processes, tmp_path, _programs(valkey_binary()), secrets)
+        pods.start("StatefulSet/redis")
+        worker, router = pods.start("Deployment/worker-chat"), pods.start("Deployment/router")
+        with httpx.Client(verify=ssl.create_default_context(cafile=tmp_path / "tls.crt")) as trusting:
+            url = f"https://localhost:{router.ports[9090]}"
+            processes.wait("router-0.router", partial(_sees_engine, trusting, url))
+        picker = f"127.0.0.1:{router.ports[pool['endpointPickerRef']['port']['number']]}"
+        engine = f"127.0.0.1:{worker.ports[pool['targetPorts'][0]['number']]}"
+
+        async with envoy(tmp_path / "envoy", [picker], [engine], tls=True) as gateway, httpx.AsyncClient() as client:
+            body = {"model": "Qwen/Qwen3-0.6B", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+            answer = await client.post(f"{gateway.urls['duplex']}/v1/completions", json=body, timeout=90)
+
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        words = shlex.split(_told("env SSL_CERT_FILE"))
+        pods.run(router, router.spec["containers"][0], words)
+
+
+def _certificate(folder: Path) -> dict[str, str]:
+    """The files that the README's command makes."""
+    subprocess.run(["bash", "-c", _told("openssl req")], cwd=folder, check=True, capture_output=True)
+    return {name: (folder / name).read_text() for name in ("tls.crt", "tls.key")}
+
+
+def _sees_engine(client: httpx.Client, url: str) -> bool:
+    """Whether the router answers by TLS that it can use an engine."""
+    try:
+        found = client.get(f"{url}/workers").json()["models"]
+    except httpx.TransportError:
+        return False
+    return any(worker["routable"] and worker["proof"] == "proven" for each in found for worker in each["workers"])
+
+
+def _told(begin: str) -> str:
+    """The command of k8s/README.md that begins so."""
+    (found,) = re.findall(rf"^ +({begin}(?:.*\\\n)*.*)$", (K8S / "README.md").read_text(), re.MULTILINE)
+    return str(found)
 
 
 def _rendered(store: list[str], tmp_path: Path, *models: str) -> list[Manifest]:
