@@ -6,6 +6,7 @@
     make -s bench NAME=trace FLEET=bridge:4,approximate:4,mixed:4               # and cost x 4 beside them
     make -s bench NAME=trace FLEET=vllm-router-kv:1,vllm-router-kv:4,smg:1,session-sticky,session-affinity:4
     make -s bench NAME=trace FLEET=oracle,central,session-sticky ARGS="--speed 9.5"    # choosers that look into engines
+    make -s bench NAME=trace FLEET=picker:2 ARGS="--rows 600"                   # behind an Envoy; and cost x 2
     make -s bench NAME=trace ARGS="--rows 300 --policy cost,least_loaded"       # a first look: 30 s
     make -s bench NAME=trace FLEET=no-ledger:4,smg:4 SEEDS=3 ARGS="--overcommit 1.5" # agents: 2 minutes each
     make -s bench NAME=trace FLEET=no-ledger:4 ARGS="--burst 40"                # agents, and more of them at once
@@ -18,12 +19,17 @@ engine over the mean), `failed` and others; for several fleets each has these un
 holds the half widths of 95 % intervals. Each seed has other tokens and session keys, hence other hashes; the arrivals
 are always those of the trace. Plots and all figures go to --out.
 
+With FLEET=picker:N one replica is killed and started again when half of the requests are answered (not with
+--no-kill). `cut` of the
+`failed` answers had begun; `booked` is the load that was left after the run; `over_own` has the mean TTFT over that of
+the replicas' own data plane, by seed, and the mean.
+
 With --overcommit or --burst agents' sessions are chats that declare tools (see `warmfleet_loadtest.agents`), at four
 engines in mode step. So many run at a time that their contexts are --overcommit times as large as all caches; or they
 begin at random times, and --burst more of them together. The figures are `sessions_per_hour`, `session_p50`,
 `session_p95`, TTFT and `recomputed`, in trace seconds; the first 30 % of the time warms up. `ratios` has the figures
 over those of the fleet `no-ledger`, by seed, and their mean. Exit codes: 0 every request was answered, 1 a request
-failed or a fleet did not start, 2 wrong usage.
+failed (of a picker: before its answer began), load was left or a fleet did not start, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -56,9 +62,9 @@ from warmfleet_loadtest.measuring.progress import Progress
 from warmfleet_loadtest.measuring.sampling import Sample, sampled, spent
 from warmfleet_loadtest.replay import Target, replay
 from warmfleet_loadtest.simulator.step_costs import load_costs
-from warmfleet_loadtest.stacks.fleets import WITHOUT_LEDGER, Setup, others, ours, running
+from warmfleet_loadtest.stacks.fleets import PICKER, WITHOUT_LEDGER, Setup, others, ours, running
 from warmfleet_loadtest.stacks.peers import MODEL
-from warmfleet_loadtest.stacks.processes import StackError
+from warmfleet_loadtest.stacks.processes import POLL_S, StackError
 from warmfleet_loadtest.traces.agents import chats
 from warmfleet_loadtest.traces.trace import DECODE_S, PUBLIC, open_trace
 
@@ -66,7 +72,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmfleet_loadtest.measuring.client import Reply
-    from warmfleet_loadtest.stacks.fleets import Fleet, Running
+    from warmfleet_loadtest.stacks.fleets import Fleet, Gateway, Running
     from warmfleet_loadtest.traces.trace import Trace
 
 
@@ -78,6 +84,7 @@ class Bench:
     that are played, from the first on. speed: trace seconds per wall second. skip: the first share (0 to 1) of the
     requests, which warms up the caches; of these only failures count. texts: prompts are sent as texts even to fleets
     that take token ids. load: of agents, in place of the trace's arrivals. named: agents name their sessions.
+    kills: one replica of those that a gateway asks.
     """
 
     setup: Setup
@@ -88,8 +95,10 @@ class Bench:
     texts: bool
     load: Load | None = None
     named: bool = False
+    kills: bool = True
 
 
+LEASE_S = 45.0  # reservations of a killed replica live 30 s, and an idle fleet removes them some seconds later
 AGENTS_BLOCKS, AGENTS_SPEED = 800, 5.0
 LAG_MS = 100.0  # lateness of the agents' event loop at P99 from which other work was the limit
 ENDING_S = 2.0  # longest time from a refused connection until the operating system reports that the process has ended
@@ -111,7 +120,8 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
     with running(fleet, bench.setup) as up:
         if bench.load is not None:
             return _agents(trace, fleet, bench, bench.load, seed, up)
-        progress = Progress(label, len(trace.arrivals))
+        half = len(trace.arrivals) // 2 if fleet.asked and bench.kills else -1
+        progress = Progress(label, len(trace.arrivals), {half: up.restart})
         before, began = _cpu_s(up), time.monotonic()
         spell = speller() if bench.texts or not fleet.takes_ids else list
         target = Target(up.urls, MODEL, bench.speed, seed, balance=up.balance, spell=spell)
@@ -123,13 +133,24 @@ def play(trace: Trace, fleet: Fleet, bench: Bench, seed: int, label: str) -> Out
         wall_s = time.monotonic() - began
         cpu_s = {kind: seconds - before.get(kind, 0.0) for kind, seconds in _cpu_s(up).items()}
         up.processes.check()
+        booked = _left(up)
     counted = after_warm_up(replies, bench.skip)
     return Outcome(
-        figures(replies, samples, bench.speed, bench.skip),
+        figures(replies, samples, bench.speed, bench.skip) | {"booked": booked},
         health(counted, watch, bench.speed, cpu_s, wall_s),
         due_ttft(counted, bench.speed),
         samples,
     )
+
+
+def _left(up: Running) -> int:
+    """Wait until no load is booked, for no longer than reservations live; return what is booked then."""
+    until = time.monotonic() + LEASE_S
+    while up.replicas and (booked := up.booked()):
+        if time.monotonic() > until:
+            return booked
+        time.sleep(POLL_S)
+    return 0
 
 
 def _agents(trace: Trace, fleet: Fleet, bench: Bench, load: Load, seed: int, up: Running) -> Outcome:
@@ -196,6 +217,8 @@ def run(fleets: Sequence[Fleet], bench: Bench, seeds: int, out: Path) -> dict[st
     about |= {"engines": bench.setup.engines, "blocks": bench.setup.blocks, "step_time": bench.setup.step_time}
     if len(runs) == 1:
         return {**runs[0], **about}
+    if any(fleet.asked for fleet in fleets):
+        about["over_own"] = over_own({name: [each.figures for each in found] for name, found in outcomes.items()})
     if bench.load is not None:
         about["ratios"] = ratios({name: [each.figures for each in found] for name, found in outcomes.items()})
     return {**about, "runs": runs, "failed": sum(entry.get("failed", 0) for entry in runs)}
@@ -224,6 +247,18 @@ def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[f
             ]
             if each:
                 told.setdefault(name, {})[figure] = [*each, round(statistics.fmean(each), 3)]
+    return told
+
+
+def over_own(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Return the mean TTFT of each fleet behind a gateway over that of as many replicas that forward requests: for each
+    seed, and last their mean."""
+    told = {}
+    for name, runs in found.items():
+        base = found.get(name.replace(PICKER, "cost"), [])
+        if name.startswith(PICKER) and runs and base:
+            each = [run["mean_ttft"] / own["mean_ttft"] for run, own in zip(runs, base, strict=False)]
+            told[name] = [round(ratio, 4) for ratio in (*each, statistics.fmean(each))]
     return told
 
 
@@ -287,6 +322,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engine-mode", choices=("fcfs", "step"), default="fcfs", help="default %(default)s")
     add("--step-time", help="preset, factor or file of calibrate (by trace and mode)")
     add("--prompts", choices=("ids", "text"), default="ids", help="smg always gets texts")
+    add("--no-kill", action="store_true", help="of picker:N no replica is killed")
     add("--no-haproxy", action="store_true", help="the client chooses a router at random")
     add = made.add_argument_group("agents, with times in trace seconds").add_argument
     add("--overcommit", type=float, help="contexts of the sessions that run at a time, over all caches")
@@ -339,15 +375,19 @@ def agents_bench_of(args: argparse.Namespace) -> Bench:
     return Bench(setup, name, len(trace.arrivals), speed, 0.0, texts=True, load=load, named=args.named)
 
 
-def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
-    """Run the command; return an exit code (see the module's docstring). policies: names of all policies."""
+def main(policies: Sequence[str], argv: Sequence[str] | None = None, gateway: Gateway | None = None) -> int:
+    """Run the command; return an exit code (see the module's docstring).
+
+    policies: names of all policies. gateway: starts the gateway of picker:N.
+    """
     args = parser().parse_args(argv)
     try:
         fleets = others(args.fleet)
-        beside = {str(fleet.replicas) for fleet in fleets if fleet.connection != "plugin"}  # sizes of plugin fleets
+        beside = {str(fleet.replicas) for fleet in fleets if fleet.asked or fleet.connection != "plugin"}
         if args.policy or beside or not fleets:
             fleets = ours(args.policy or "cost", ",".join(sorted(beside)) or args.replicas, policies) + fleets
         bench = bench_of(args)
+        bench = replace(bench, setup=replace(bench.setup, gateway=gateway), kills=not args.no_kill)
         args.out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -357,4 +397,10 @@ def main(policies: Sequence[str], argv: Sequence[str] | None = None) -> int:
     columns = (*RATIOS, "failed") if bench.load else COLUMNS
     print(f"{table(runs, columns)}\n\nplots and figures: {args.out}\n")
     print(json.dumps(result))
-    return int(any(entry.get("failed", 0) or "error" in entry for entry in runs))
+    return int(any(faulty(entry) for entry in runs))
+
+
+def faulty(entry: dict[str, Any]) -> bool:
+    """Return whether a fleet's run went wrong. A picker that is killed cuts the answers of its open calls."""
+    expected = entry.get("cut", 0) if entry["fleet"].startswith(PICKER) else 0
+    return bool("error" in entry or entry.get("failed", 0) > expected or entry.get("booked", 0))

@@ -2,10 +2,12 @@
 
 import sys
 
+from tests.bench.envoy_gateway import door
+
 from warmfleet.settings import POLICIES
 from warmfleet_loadtest.fleet_bench import main
 from warmfleet_loadtest.stacks.processes import end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()
-    sys.exit(main(POLICIES))
+    sys.exit(main(POLICIES, gateway=door))

@@ -48,8 +48,9 @@ def test_every_other_combination_is_accepted(
 
 
 @pytest.mark.long(
-    minutes=3, shows="every combination of components is applied by kubectl to an API with strict schemas"
+    minutes=4, shows="every combination of components is applied by kubectl to an API with strict schemas"
 )
+@pytest.mark.timeout(900)
 def test_every_combination_is_accepted(tmp_path: Path) -> None:
     for number, parts in enumerate(every_combination().values()):
         scratch = tmp_path / str(number)

@@ -34,7 +34,8 @@ def test_figures_of_a_run() -> None:
     assert made["imbalance"] == pytest.approx(400 / 250)
     assert made["evictions_over_mean"] == pytest.approx(3 / 2)
     assert made["busy"] == pytest.approx(0.3)
-    assert figures([bad], [ZERO, ZERO, END], 6.0, 0.0)["mean_ttft"] == 0.0
+    broken = figures([bad, replace(bad, ttft_s=0.2)], [ZERO, ZERO, END], 6.0, 0.0)
+    assert (broken["mean_ttft"], broken["failed"], broken["cut"]) == (0.0, 2, 1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from tests.loadtest.test_trace import write
 
 from warmfleet.settings import POLICIES
-from warmfleet_loadtest.fleet_bench import main, table
+from warmfleet_loadtest.fleet_bench import faulty, main, over_own, table
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.stacks import peers
 from warmfleet_loadtest.stacks.fleets import Fleet, Setup, balancer_config, others, ours, running
@@ -227,6 +227,26 @@ def test_engines_that_end_on_the_way_are_an_error_of_their_fleet(
     printed = capsys.readouterr()
     assert json.loads(printed.out.splitlines()[-1])["error"].startswith("engines ended with -9:\nengine 0 serves sim")
     assert "error: session-sticky, seed 1/1: engines ended" in printed.err
+
+
+def test_a_picker_may_only_cut_answers_that_had_begun() -> None:
+    entry = {"fleet": "picker x 2", "failed": 3, "cut": 3, "booked": 0}
+    assert not faulty(entry)
+    assert faulty(entry | {"cut": 2})
+    assert faulty(entry | {"booked": 1})
+    assert faulty(entry | {"fleet": "cost x 2"}), "no replica of it was killed"
+    assert faulty({"fleet": "picker x 2", "error": "no gateway"})
+
+
+def test_pickers_are_compared_with_as_many_replicas_of_the_same_seed() -> None:
+    found = {"picker x 2": [2.0, 3.0], "cost x 1": [9.0, 9.0], "cost x 2": [1.0, 2.0], "smg x 2": [5.0, 5.0]}
+    told = over_own({name: [{"mean_ttft": each} for each in means] for name, means in found.items()})
+    assert told == {"picker x 2": [2.0, 1.5, 1.75]}
+
+
+def test_a_fleet_behind_a_gateway_needs_one() -> None:
+    with pytest.raises(StackError, match="no gateway"), running(others("picker:1")[0], SETUP):
+        pass
 
 
 def test_program_scheduling_is_told_the_caches_and_the_step_times() -> None:

@@ -25,7 +25,8 @@ LAG_PERIOD = 0.05  # seconds that each measurement of the event loop's lag sleep
 class Reply:
     """An answer.
 
-    ttft_s, total_s: from sending the request to the first and the last byte. late_s: from when the request was due to
+    ttft_s, total_s: from sending the request to the first and the last byte; ttft_s of an answer that failed before its
+    first byte is 0. late_s: from when the request was due to
     its sending. worker, reservation: from the router's headers; empty without a Warmfleet router. error: None after a
     complete answer. text: of a chat's answer.
     """
@@ -142,11 +143,13 @@ class Client:
                         begun()
                     pieces.append(piece)
         except (aiohttp.ClientError, TimeoutError) as error:
-            return Reply(0.0, time.monotonic() - began, late_s=late_s, error=f"{type(error).__name__}: {error}"[:200])
+            return Reply(
+                first_s, time.monotonic() - began, late_s=late_s, error=f"{type(error).__name__}: {error}"[:200]
+            )
         raw = b"".join(pieces)
         if response.status != 200 or not raw.rstrip().endswith(b"[DONE]"):
             text = f"{response.status} {raw[:160].decode(errors='replace')}"
-            return Reply(0.0, time.monotonic() - began, worker=worker, late_s=late_s, error=text)
+            return Reply(first_s, time.monotonic() - began, worker=worker, late_s=late_s, error=text)
         usage = _usage(raw)
         details = usage.get("prompt_tokens_details") or {}
         return Reply(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Student's t, two-sided 95 %, by degrees of freedom.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+COUNTS = {"failed", "cut", "undecided", "requests"}
 LATE_SHARE, CPU_SHARE = 0.05, 0.8  # above these the client is the limit: p99 lateness / mean TTFT, CPU of one core
 
 
@@ -40,6 +41,7 @@ def figures(replies: Sequence[Reply], samples: Sequence[Sample], speed: float, s
         "hit_ratio": hit_ratio(counted),
         "imbalance": over_mean(computed),
         "failed": failed,
+        "cut": sum(reply.error is not None and reply.ttft_s > 0 for reply in replies),
         "error_examples": examples,
         "requests": len(counted),
         "computed_tokens": round(sum(computed)),
@@ -91,12 +93,12 @@ def health(
 def over_seeds(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return each figure of the runs that is a number, as its mean over the runs.
 
-    The counts ``failed``, ``undecided`` and ``requests`` are sums over the runs instead. With several runs ``ci95``
-    has, by name, half the width of the 95 % interval of the mean per run, also for these three counts.
+    The figures of COUNTS are sums over the runs instead. With several runs ``ci95`` has, by name, half the width of the
+    95 % interval of the mean per run, also for these counts.
     """
     names = [name for name, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
     result: dict[str, Any] = {name: round(statistics.fmean(run[name] for run in runs), 4) for name in names}
-    for name in ("failed", "undecided", "requests"):
+    for name in COUNTS & runs[0].keys():
         result[name] = sum(run[name] for run in runs)
     if len(runs) > 1:
         result["ci95"] = {name: round(half_width([run[name] for run in runs]), 4) for name in names}

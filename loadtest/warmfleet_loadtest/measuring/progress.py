@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 REDRAW_S = 0.5
 STEPS = 10  # number of lines in all if standard error is no terminal
@@ -11,9 +15,13 @@ WIDTH = 24
 
 
 class Progress:
-    """Call ``tick`` for each answer. A terminal shows one line that is redrawn, a file gets ten lines in all."""
+    """Call ``tick`` for each answer. A terminal shows one line that is redrawn, a file gets ten lines in all.
 
-    def __init__(self, label: str, total: int) -> None:
+    events: called after so many answers.
+    """
+
+    def __init__(self, label: str, total: int, events: Mapping[int, Callable[[], object]] | None = None) -> None:
+        self._events = events or {}
         self._label = label
         self._total = total
         self._terminal = sys.stderr.isatty()
@@ -24,6 +32,8 @@ class Progress:
     def tick(self, *, failed: bool) -> None:
         self.done += 1
         self.errors += failed
+        if event := self._events.get(self.done):
+            event()
         if self._terminal:
             if time.monotonic() - self._drawn >= REDRAW_S or self.done == self._total:
                 self._drawn = time.monotonic()

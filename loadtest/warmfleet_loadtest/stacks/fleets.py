@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from warmfleet_loadtest.simulator.step_costs import load_costs
 from warmfleet_loadtest.stacks import peers
@@ -22,6 +22,7 @@ from warmfleet_loadtest.stacks.peers import MODEL
 from warmfleet_loadtest.stacks.processes import (
     HAPROXY_CONFIG,
     Processes,
+    StackError,
     free_ports,
     get_json,
     haproxy_binary,
@@ -29,6 +30,7 @@ from warmfleet_loadtest.stacks.processes import (
     start_haproxy,
     start_store,
     with_servers,
+    workers_of,
 )
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
@@ -42,10 +44,18 @@ DIRECT = {"session-sticky": "session", "least-loaded": "least"}
 #: Fleets without a router: a chooser beside the engines, which looks into them (``simulator/choosers/chooser_port``).
 CHOSEN = ("oracle", "central")
 AFFINITY = "session-affinity"  # Warmfleet with policy cost; the client sends a session always to the same router
+#: Warmfleet with policy cost, behind a gateway that asks the replicas; one of them is killed and started again.
+PICKER = "picker"
 WITHOUT_LEDGER = "no-ledger"  # Warmfleet with policy cost, which sends every step of a session at once
 #: Fleets whose engines have no plugin. Warmfleet learns what they hold from their KV events, through
 #: `warmfleet bridge`; or from the requests that it sent to them. In a mixed fleet every third engine has the plugin.
 CONNECTIONS = ("bridge", "approximate", "mixed")
+
+
+class Gateway(Protocol):
+    """Starts a gateway before replicas and engines (ports of this machine), and returns its port."""
+
+    def __call__(self, processes: Processes, pickers: Sequence[int], engines: Sequence[int]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Fleet:
 
     kind: ``warmfleet``, a name in ``peers.PEERS``, in DIRECT or in CHOSEN. balance: how the client chooses among
     several URLs. connection: how the engines of a Warmfleet fleet are connected: ``plugin`` or one of CONNECTIONS.
-    ledger: replicas may hold sessions of agents back.
+    ledger: replicas may hold sessions of agents back. asked: by a gateway, which sends requests to engines itself.
     """
 
     name: str
@@ -64,6 +74,7 @@ class Fleet:
     balance: str = "random"
     connection: str = "plugin"
     ledger: bool = True
+    asked: bool = False
 
     @property
     def needs_names(self) -> bool:
@@ -81,7 +92,7 @@ class Setup:
     """The engines of a run, as the options of their command line, and whether haproxy stands before the routers.
 
     blocks: per engine. decode_s: wall seconds per token of an answer in fcfs mode. haproxy: even before one router.
-    time_scale: of all step times. step_tokens: most tokens of a step.
+    time_scale: of all step times. step_tokens: most tokens of a step. gateway: starts that of fleets that are asked.
     """
 
     engines: int
@@ -92,6 +103,7 @@ class Setup:
     haproxy: bool
     time_scale: float = 1.0
     step_tokens: int = 2_048
+    gateway: Gateway | None = None
 
     @property
     def costs(self) -> StepCosts:
@@ -100,12 +112,41 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running fleet: the URLs that the client calls, and those of the engines."""
+    """A running fleet: the URLs that the client calls, and those of the engines. replicas: of Warmfleet."""
 
     urls: tuple[str, ...]
     engines: tuple[str, ...]
     balance: str
     processes: Processes
+    replicas: tuple[Replica, ...] = ()
+
+    def restart(self) -> None:
+        """Kill a replica and start it again, without waiting until it is ready."""
+        self.processes.kill(self.replicas[-1].name)
+        self.replicas[-1].start(self.processes)
+
+    def booked(self) -> int:
+        """Return the load of all engines, as a replica reads it from the store: tokens and requests."""
+        loads = [worker["load"] for worker in workers_of(self.replicas[0].url)]
+        return sum(load[key] for load in loads for key in ("prefill_tokens", "decode_tokens", "in_flight"))
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A replica of Warmfleet, as it may be started more than once. asked: its port for gateways."""
+
+    name: str
+    port: int
+    asked: int
+    argv: list[str]
+    environment: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, processes: Processes) -> None:
+        processes.spawn("replicas", self.name, self.argv, self.environment)
 
 
 def ours(policies: str, replicas: str, known: Sequence[str]) -> list[Fleet]:
@@ -137,27 +178,37 @@ def _other(text: str) -> Fleet:
         return Fleet(kind, kind, "", 0)
     if kind == AFFINITY and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, "session")
+    if kind == PICKER and replicas:
+        return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, asked=True)
     if kind == WITHOUT_LEDGER and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, ledger=False)
     if kind in CONNECTIONS and replicas:
         return Fleet(f"{kind} x {replicas}", "warmfleet", "cost", replicas, connection=kind)
     if kind in peers.PEERS and replicas:
         return Fleet(f"{kind} x {replicas}", kind, "", replicas)
-    known = [*(f"{name}:N" for name in (*peers.PEERS, AFFINITY, WITHOUT_LEDGER, *CONNECTIONS)), *DIRECT, *CHOSEN]
+    known = [
+        *(f"{name}:N" for name in (*peers.PEERS, AFFINITY, PICKER, WITHOUT_LEDGER, *CONNECTIONS)),
+        *DIRECT,
+        *CHOSEN,
+    ]
     raise ValueError(f"no fleet {text!r}; known are {', '.join(known)}")
 
 
 @contextmanager
 def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
     """Start a fleet. Its processes and files are gone after the block. Raises StackError."""
-    balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random"
+    balanced = setup.haproxy and fleet.replicas > 0 and fleet.balance == "random" and not fleet.asked
     if balanced:
         haproxy_binary()  # raises before anything is started
+    if fleet.asked and setup.gateway is None:
+        raise StackError("no gateway is known that asks pickers: run `make -s bench NAME=trace`")
+    replicas: list[Replica] = []
     with tempfile.TemporaryDirectory(prefix="wf-bench-") as name, Processes(Path(name)) as processes:
         if fleet.kind == "warmfleet":
             store = start_store(processes)
             engines, static = _start_connected(processes, fleet.connection, setup, store)
-            ports = _start_replicas(processes, fleet, store, setup.engines, static)
+            replicas = _start_replicas(processes, fleet, store, setup.engines, static)
+            ports = [_gateway(processes, setup, replicas, engines)] if fleet.asked else [each.port for each in replicas]
         elif fleet.kind in peers.PEERS:
             engines, events = _start_engines(processes, setup, ["--kv-events"])
             ports = _start_peers(processes, fleet, peers.Engines(engines, events, setup.blocks, setup.costs))
@@ -171,7 +222,8 @@ def running(fleet: Fleet, setup: Setup) -> Iterator[Running]:
             return
         if balanced:
             ports = [_balanced(processes, ports, readyz=fleet.kind == "warmfleet")]
-        yield Running(tuple(f"http://127.0.0.1:{port}" for port in ports), engines, fleet.balance, processes)
+        urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+        yield Running(urls, engines, fleet.balance, processes, tuple(replicas))
 
 
 def _start_connected(
@@ -249,20 +301,30 @@ def _chooser_url(processes: Processes) -> str:
 
 def _start_replicas(
     processes: Processes, fleet: Fleet, store: str, engines: int, static_workers: Sequence[str]
-) -> list[int]:
-    ports = free_ports(fleet.replicas)
+) -> list[Replica]:
+    ports = free_ports(2 * fleet.replicas)
     environment = {"WARMFLEET_APPROVED_TEMPLATES": "*"}  # the templates are those of our own engines
     environment["WARMFLEET_ADMIN_PORT"] = "0"  # the operators' API is on the same port
     if not fleet.ledger:
         environment["WARMFLEET_SESSION_WAIT_MAX_S"] = "0"
     if static_workers:
         environment["WARMFLEET_STATIC_WORKERS"] = ",".join(static_workers)
-    for number, port in enumerate(ports):
+    replicas = []
+    for number, (port, asked) in enumerate(zip(ports[::2], ports[1::2], strict=True)):
         argv = [sys.executable, "-m", "warmfleet", "serve", "--port", str(port), "--policy", fleet.policy]
-        processes.spawn("replicas", f"replica-{number}", [*argv, "--redis", store, "--models", MODEL], environment)
-    for number, port in enumerate(ports):
-        processes.wait(f"replica-{number}", partial(replica_ready, f"http://127.0.0.1:{port}", engines))
-    return ports
+        own = environment | ({"WARMFLEET_EPP_PORT": str(asked)} if fleet.asked else {})
+        replicas.append(Replica(f"replica-{number}", port, asked, [*argv, "--redis", store, "--models", MODEL], own))
+        replicas[-1].start(processes)
+    for replica in replicas:
+        processes.wait(replica.name, partial(replica_ready, replica.url, engines))
+    return replicas
+
+
+def _gateway(processes: Processes, setup: Setup, replicas: Sequence[Replica], engines: Sequence[str]) -> int:
+    """Start the gateway in front of the replicas. Returns its port."""
+    assert setup.gateway is not None, "checked before anything was started"
+    ports = [int(url.rpartition(":")[2]) for url in engines]
+    return setup.gateway(processes, [replica.asked for replica in replicas], ports)
 
 
 def _start_peers(processes: Processes, fleet: Fleet, engines: peers.Engines) -> list[int]:

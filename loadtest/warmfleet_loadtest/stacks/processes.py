@@ -59,6 +59,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
+        self._killed_s: dict[str, float] = {}  # CPU seconds of killed processes, by kind
 
     def __enter__(self) -> Self:
         return self
@@ -92,8 +93,9 @@ class Processes:
         return process
 
     def kill(self, name: str) -> None:
-        """SIGKILL a process and its children, and forget it."""
-        _kind, process = self._running.pop(name)
+        """SIGKILL a process and its children, and forget it but for its CPU time."""
+        kind, process = self._running.pop(name)
+        self._killed_s[kind] = self._killed_s.get(kind, 0.0) + _cpu_s(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -134,17 +136,24 @@ class Processes:
 
     def cpu_s(self) -> dict[str, float]:
         """Return CPU seconds so far, by kind of process, with child processes."""
-        spent: dict[str, float] = {}
+        spent = dict(self._killed_s)
         for kind, process in self._running.values():
-            with suppress(psutil.Error):  # the process has ended; ``check`` reports that
-                own = psutil.Process(process.pid)
-                for member in (own, *own.children(recursive=True)):
-                    times = member.cpu_times()
-                    spent[kind] = spent.get(kind, 0.0) + times.user + times.system
+            spent[kind] = spent.get(kind, 0.0) + _cpu_s(process.pid)
         return spent
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
+
+
+def _cpu_s(pid: int) -> float:
+    """Return CPU seconds of a process and its children; 0 if it has ended, which ``check`` reports."""
+    total = 0.0
+    with suppress(psutil.Error):
+        own = psutil.Process(pid)
+        for member in (own, *own.children(recursive=True)):
+            times = member.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 # ---------------------------------------------------------------- a store, haproxy, replicas
@@ -204,10 +213,16 @@ def replica_ready(url: str, workers: int) -> bool:
 
     Workers must have passed a router's probe (proven), except engines known only by their URL (approximate).
     """
-    found = get_json(f"{url}/workers") or {"models": []}
-    listed = [worker for model in found["models"] for worker in model["workers"]]
-    usable = [worker for worker in listed if worker["routable"] and worker["proof"] in ("proven", "approximate")]
+    usable = [
+        worker for worker in workers_of(url) if worker["routable"] and worker["proof"] in ("proven", "approximate")
+    ]
     return len(usable) == workers and answers(f"{url}/readyz")
+
+
+def workers_of(url: str) -> list[dict[str, Any]]:
+    """Return the workers that a replica knows; none if it does not answer."""
+    found = get_json(f"{url}/workers") or {"models": []}
+    return [worker for model in found["models"] for worker in model["workers"]]
 
 
 # ---------------------------------------------------------------- ports and GETs
