@@ -219,6 +219,7 @@ class Stack:
             "WARMFLEET_DECISION_LOG": log and f"{log}.{name}",
             "WARMFLEET_SHUTDOWN_GRACE_S": SHUTDOWN_GRACE_SECONDS,
             "WARMFLEET_ADMIN_PORT": str(admin_port),
+            **ports_for_gateways(os.environ, len(self.replicas)),
             "WARMFLEET_TLS_CERT": "",
             "WARMFLEET_TLS_KEY": "",
             "WARMFLEET_TLS_CLIENT_CA": "",
@@ -334,3 +335,9 @@ def _reasons(states: Sequence[Sequence[dict[str, Any]]]) -> str:
         f"  {worker['worker_id']}: {worker['proof']}, {'' if worker['routable'] else 'not '}routable {worker['reason']}"
         for worker in workers
     )
+
+
+def ports_for_gateways(environment: Mapping[str, str], number: int) -> dict[str, str]:
+    """Give the replica with this number (from 0 on) ports of its own, in a row as `serve --workers` does."""
+    given = {name: environment.get(name, "") for name in ("WARMFLEET_EPP_PORT", "WARMFLEET_EPP_HEALTH_PORT")}
+    return {name: str(int(port) + number) for name, port in given.items() if port.isdigit() and int(port)}

@@ -15,7 +15,7 @@ from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.local import engines, stack
 from warmfleet.cli.local.children import Child
 from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, engine_command
-from warmfleet.cli.local.stack import Member, Plan, Stack
+from warmfleet.cli.local.stack import Member, Plan, Stack, ports_for_gateways
 from warmfleet.cli.parser import build_parser
 
 YOURS = ("http://127.0.0.1:9",)
@@ -100,3 +100,12 @@ def test_progress_tells_what_a_real_engine_that_is_not_known_yet_does(tmp_path: 
         assert starting._still_busy(known) == "; vllm-2: Loading weights took 0.05 seconds"
         known[0][0]["workers"].append({"worker_id": "vllm-2.0"})
         assert starting._still_busy(known) == ""
+
+
+def test_each_replica_has_ports_of_its_own_for_gateways() -> None:
+    given = {"WARMFLEET_EPP_PORT": "9002", "WARMFLEET_EPP_HEALTH_PORT": "0", "WARMFLEET_PORT": "1"}
+    assert [ports_for_gateways(given, number) for number in (0, 1)] == [
+        {"WARMFLEET_EPP_PORT": "9002"},
+        {"WARMFLEET_EPP_PORT": "9003"},
+    ]
+    assert ports_for_gateways({"WARMFLEET_EPP_PORT": "any"}, 1) == {}, "the replica says what is wrong with it"
