@@ -13,15 +13,15 @@ rest. The replicas run on a core of their own where there are two; Envoy, store,
 the same chunks in one piece. ``us_chunk``: a further chunk. ``envoy_us_...``: the same of Envoy, whose way without a
 picker is ``envoy_alone``. ``added_ms``: median latency of a plain answer, one request at a time, less that of Envoy
 alone. ``over_own_streamed``, ``over_own_at_once``, ``over_own_plain``: of the mode `duplex`, the medians of the ratios
-to the replica's own data plane within a round; ``over_own_ended``: the same of streams that pass the picker by. Trust
-these more than µs where other programs run (``load_average``).
+to the replica's own data plane within a round; ``over_own_ended``: the same of streams that pass the picker by.
+``us_route``: ``/route`` and ``/settle`` for a plain answer. Trust ratios more than µs where other programs run
+(``load_average``).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -30,13 +30,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from tests.bench.envoy_gateway import started
 from tests.bench.output import report, say
 from tests.bench.proxy_client import AnswerError, burst_of, connected, in_turn, request
 from tests.bench.proxy_requests import GAP_MS, STREAM_CHUNKS, body, small
-from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, Fleet, cpu_s, fleet_of
-from tests.envoy.envoy import MODES, Mode, binary, config
+from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, cpu_s, fleet_of
+from tests.bench.route_calls import us_a_request
+from tests.envoy.envoy import MODES
 
-from warmfleet_loadtest.stacks.processes import free_ports, get_json
+from warmfleet_loadtest.stacks.processes import free_ports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,35 +133,6 @@ class Bench:
                 await self.latency(way)
 
 
-def started(fleet: Fleet, name: str, port: int, modes: Sequence[Mode]) -> dict[str, int]:
-    """Start Envoy before the picker at this port; return the ports of its listeners."""
-    folder = fleet.folder / f"{name}-files"
-    folder.mkdir()
-    engines = [f"127.0.0.1:{port}" for port in fleet.engines.stubs]
-    (folder / "envoy.json").write_text(json.dumps(config([f"127.0.0.1:{port}"], engines, modes)))
-    options = [
-        "--concurrency",
-        "1",
-        "--use-dynamic-base-id",
-        "--admin-address-path",
-        str(folder / "admin"),
-        "-l",
-        "error",
-    ]
-    fleet.processes.spawn("envoy", name, [binary(), "-c", str(folder / "envoy.json"), *options])
-    ports: dict[str, int] = {}
-
-    def listening() -> bool:
-        admin = folder / "admin"
-        told = get_json(f"http://{admin.read_text()}/listeners?format=json") if admin.exists() else None
-        for each in (told or {}).get("listener_statuses", []):
-            ports[each["name"]] = each["local_address"]["socket_address"]["port_value"]
-        return len(ports) == len(modes) + 1
-
-    fleet.processes.wait(name, listening)
-    return ports
-
-
 def figures(ways: Sequence[Way]) -> dict[str, Any]:
     """Return all figures by way, and the ratios of `duplex` to the replica's own data plane."""
     found: dict[str, Any] = {}
@@ -196,15 +169,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         say("starting two replicas, each with an Envoy ...")
         stays = fleet.replica("stays", {"WARMFLEET_EPP_PORT": str(stay), "WARMFLEET_EPP_LEAVES": "0"})
         leaves = fleet.replica("leaves", {"WARMFLEET_EPP_PORT": str(leave)})
-        ports = started(fleet, "envoy", stay, modes)
-        ended = started(fleet, "envoy-ended", leave, modes)
+        ports = started(fleet.processes, [stay], fleet.engines.stubs, modes)
+        ended = started(fleet.processes, [leave], fleet.engines.stubs, modes, "envoy-ended")
         ways = [Way(OWN, leaves.port, told=True), Way(ALONE, ports["plain"], told=False)]
         ways += [Way(mode.name, ports[mode.name], told=True) for mode in modes]
         ways += [Way(mode.name + ENDED, ended[mode.name], told=False) for mode in modes]
         envoys = fleet.processes.pid("envoy"), fleet.processes.pid("envoy-ended")
         bench = Bench((*stays.pids, *leaves.pids), envoys, options.requests)
         uvloop.run(bench.run(ways, options.rounds))
-    return figures(ways) | {"load_average": round(os.getloadavg()[1], 1)}
+        url, (idle, _) = f"http://127.0.0.1:{leaves.port}", bench.idle
+        us_route = uvloop.run(us_a_request(url, bench.replicas, options.requests, options.rounds, idle))
+    return figures(ways) | {"us_route": round(us_route), "load_average": round(os.getloadavg()[1], 1)}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,16 +18,16 @@ DUPLEX = MODES[0]
 
 
 def started(
-    processes: Processes, pickers: Sequence[int], engines: Sequence[int], modes: Sequence[Mode]
+    processes: Processes, pickers: Sequence[int], engines: Sequence[int], modes: Sequence[Mode], name: str = "envoy"
 ) -> dict[str, int]:
     """Start Envoy with the ports of its pickers and of the engines; return the ports of its listeners by mode."""
-    folder = processes.folder / "envoy-files"
+    folder = processes.folder / f"{name}-files"
     folder.mkdir()
     places, members = ([f"127.0.0.1:{port}" for port in ports] for ports in (pickers, engines))
-    (folder / "envoy.json").write_text(json.dumps(config(places, members, modes)))
+    (folder / "envoy.json").write_text(json.dumps(config(places, members, modes, ejects=True)))
     options = ["--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
     options += ["--admin-address-path", str(folder / "admin")]
-    processes.spawn("envoy", "envoy", [binary(), "-c", str(folder / "envoy.json"), *options])
+    processes.spawn("envoy", name, [binary(), "-c", str(folder / "envoy.json"), *options])
     ports: dict[str, int] = {}
 
     def listening() -> bool:
@@ -37,7 +37,7 @@ def started(
             ports[each["name"]] = each["local_address"]["socket_address"]["port_value"]
         return len(ports) == len(modes) + 1
 
-    processes.wait("envoy", listening)
+    processes.wait(name, listening)
     return ports
 
 

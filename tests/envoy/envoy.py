@@ -20,6 +20,8 @@ BINARIES = Path(__file__).parents[2].glob(".venv-envoy/lib/python3*/site-package
 ENDPOINT, SUBSET = "x-gateway-destination-endpoint", "x-gateway-destination-endpoint-subset"
 TYPE = "type.googleapis.com/envoy"
 RETRIES = {"num_retries": 3, "retry_on": "connect-failure,refused-stream,reset,unavailable"}
+#: A picker that refused so many calls on end gets none for a while. Fewer than RETRIES, which may all go to it.
+EJECTION = {"consecutive_5xx": 2, "interval": "1s", "base_ejection_time": "5s"}
 ATTRIBUTES = ["upstream.address", "response.flags", "response.code_details", "upstream.request_attempt_count"]
 
 
@@ -143,7 +145,7 @@ def _members(cluster: str, places: Sequence[str]) -> dict[str, Any]:
     return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": made}]}
 
 
-def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool) -> list[dict[str, Any]]:
+def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool, ejects: bool) -> list[dict[str, Any]]:
     http2 = {
         "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
             "@type": f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -167,6 +169,9 @@ def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool) -> l
         "typed_extension_protocol_options": http2,
         "load_assignment": _members("pickers", pickers),
     }
+    if ejects:
+        # Envoy's default of 3 counts a retry until its call ends, so that under load most calls would not be retried.
+        picker |= {"outlier_detection": EJECTION, "circuit_breakers": {"thresholds": [{"max_retries": 1_024}]}}
     if tls:
         kind = f"{TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
         context = {"@type": kind, "common_tls_context": {"validation_context": {}}}
@@ -197,15 +202,18 @@ def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool) -> l
 
 
 def config(
-    pickers: Sequence[str], engines: Sequence[str], modes: Sequence[Mode], *, tls: bool = False
+    pickers: Sequence[str], engines: Sequence[str], modes: Sequence[Mode], *, tls: bool = False, ejects: bool = False
 ) -> dict[str, Any]:
-    """Return Envoy's configuration; the listener `plain` asks no picker and goes to the first engine."""
+    """Return Envoy's configuration; the listener `plain` asks no picker and goes to the first engine.
+
+    ejects: pickers that refuse calls get none for a while.
+    """
     listeners = [_listener(mode.name, mode.cluster, [_picker(mode)]) for mode in modes]
     return {
         "admin": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}}},
         "static_resources": {
             "listeners": [*listeners, _listener("plain", "first", [])],
-            "clusters": _clusters(pickers, engines, tls=tls),
+            "clusters": _clusters(pickers, engines, tls=tls, ejects=ejects),
         },
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 
 from tests.envoy.envoy import MODES, binary, config
 
@@ -21,7 +20,7 @@ def main() -> None:
     made.add_argument("--tls", action="store_true", help="the pickers speak TLS")
     made.add_argument("--print", action="store_true", help="print the configuration")
     options = made.parse_args()
-    configured = config(options.pickers, [], MODES[:1], tls=options.tls)
+    configured = config(options.pickers, [], MODES[:1], tls=options.tls, ejects=True)
     configured["static_resources"]["listeners"] = [
         listener for listener in configured["static_resources"]["listeners"] if listener["name"] == MODES[0].name
     ]
@@ -34,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
