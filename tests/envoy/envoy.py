@@ -22,6 +22,15 @@ TYPE = "type.googleapis.com/envoy"
 RETRIES = {"num_retries": 3, "retry_on": "connect-failure,refused-stream,reset,unavailable"}
 #: A picker that refused so many calls on end gets none for a while. Fewer than RETRIES, which may all go to it.
 EJECTION = {"consecutive_5xx": 2, "interval": "1s", "base_ejection_time": "5s"}
+#: A replica that starts listens before it is ready: calls would wait there.
+HEALTH = {
+    "timeout": "1s",
+    "interval": "0.5s",
+    "no_traffic_interval": "0.5s",
+    "unhealthy_threshold": 1,
+    "healthy_threshold": 1,
+    "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
+}
 ATTRIBUTES = ["upstream.address", "response.flags", "response.code_details", "upstream.request_attempt_count"]
 
 
@@ -172,6 +181,7 @@ def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool, ejec
     if ejects:
         # Envoy's default of 3 counts a retry until its call ends, so that under load most calls would not be retried.
         picker |= {"outlier_detection": EJECTION, "circuit_breakers": {"thresholds": [{"max_retries": 1_024}]}}
+        picker["health_checks"] = [HEALTH]
     if tls:
         kind = f"{TYPE}.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
         context = {"@type": kind, "common_tls_context": {"validation_context": {}}}
