@@ -222,6 +222,27 @@ async def test_a_tier_that_lacks_the_beginning_continues_the_gpu_of_the_chosen_w
     assert decision.tier_s == pytest.approx((held - 4) * BLOCK * FAST, abs=1e-6)
 
 
+@pytest.mark.parametrize(("has_more", "calls"), [(False, 1), (True, 3)])
+async def test_a_tier_is_asked_for_many_blocks_only_if_it_has_the_next(
+    keyspace: Keyspace, has_more: bool, calls: int
+) -> None:
+    await keyspace.workers(1, flags=TIERED)
+    hashes = keyspace.chain(604)
+    await keyspace.hold(1, hashes, 4)
+    slot = await tier(keyspace, 1, hashes, 0)
+    await keyspace.hold(slot, hashes[8 * 4 :] if has_more else keyspace.chain(3))
+    asked, told = list[str](), ""
+    async with keyspace.store.monitor() as monitor:
+        decision = await keyspace.fleet.bookings.decide(keyspace.ask(hashes))
+        await keyspace.store.echo("end")
+        while not told.startswith("ECHO"):
+            told = (await monitor.next_command())["command"]
+            asked += [told] if told.startswith(f"SMISMEMBER {keyspace.keys.slot(slot)} ") else []
+    assert decision.matched_tokens == (604 if has_more else 4) * BLOCK
+    assert len(asked) == calls
+    assert len(asked[0]) < 200, "of one block"
+
+
 @pytest.mark.parametrize(("begin", "held"), [(3, 9), (4, 4), (2, 9)])
 async def test_such_a_tier_loads_the_block_that_a_draft_model_drops(keyspace: Keyspace, begin: int, held: int) -> None:
     """begin: the number of the tier's first block, from 0; the GPU's last is number 3."""

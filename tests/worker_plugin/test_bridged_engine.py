@@ -146,6 +146,25 @@ def test_an_engine_with_a_tier_joins_anew_with_it_and_tells_how_long_loads_take(
     assert seconds == pytest.approx({"cpu": 1e-5, "disk": 1e-5 + 4e-5}, rel=0.01)
 
 
+def test_a_tier_of_two_connectors_joins_anew_twice_at_most(
+    engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each join loses what is known of the cache, and a new table sees the events of one connector first."""
+    api = SimpleNamespace(healthy=lambda: None, reading=Reading, names=lambda: (FACTS.models, {}))
+    monkeypatch.setattr(engine, "api", api)
+    joined(engine)
+    other = SimpleNamespace(table=SimpleNamespace(**vars(engine.ranks[0].table)), stopped="")
+    engine.ranks.append(cast("Any", other))
+    joins = 0
+    for told in ({"cpu": True}, {"cpu": False}, {}, {"cpu": True}, {"cpu": False}, {"cpu": True}):
+        engine.ranks[0].table.tiers_told, other.table.tiers_told = told, {"cpu": True} if told else {}
+        engine._read_due = 0.0
+        engine._check()
+        joins += engine._restarted.is_set()
+        engine._restarted.clear()
+    assert (joins, engine._tiers) == (2, {"cpu": False})
+
+
 def test_an_engine_that_lists_other_names_joins_anew_and_its_adapters_are_told(
     engine: BridgedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

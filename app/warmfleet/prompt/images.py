@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 HASHES: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256, "sha512": hashlib.sha512}
 KINDS = frozenset({"rgb", "clear", "other"})
 MAX_FRAME_BYTES = 16_384  # most bytes that are hashed before or behind an image
+MAX_JOINS = 16  # most joins of a rule, because each is looked for around all images of a prompt
 MAX_IMAGES = 512  # most images of a prompt, because each block's images are searched among all
 
 
@@ -203,8 +204,10 @@ class ImageRules:
             return False
         inner = self.runs[2:-2:2] if self.joins else self.runs[::2]
         joined = [token for each in self.joins for token in each]
-        return self.runs[::2].count(self.token_id) == inner.count(self.token_id) > 0 and all(
-            0 <= token < 2**32 for token in joined
+        return (
+            len(self.joins) <= MAX_JOINS
+            and self.runs[::2].count(self.token_id) == inner.count(self.token_id) > 0
+            and all(0 <= token < 2**32 for token in joined)
         )
 
     def item(

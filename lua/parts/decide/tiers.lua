@@ -175,8 +175,9 @@ return function(sets_key, tiers_key, count, all_closed)
       if of_worker[k] then
         local slot, _, seconds, kind = unpack_from(FURTHER_SET, of_worker[k])
         local more = kind % LOADS_LAST >= LOADS_DROPPED and 1 or 0
-        local from = math.floor(reach / block_tokens) - more
-        local block = from >= 0 and verify(slot, hashes, #hashes / 8, from) or 0
+        local from, all_blocks = math.floor(reach / block_tokens) - more, #hashes / 8
+        local block = from >= 0 and verify(slot, hashes, min(from + 1, all_blocks), from) or 0 -- often it has nothing
+        if block > from then block = verify(slot, hashes, all_blocks, block) end
         if block > from and block > 0 then
           reach = min((block + more) * block_tokens, prompt)
           new[#new + 1] = { slot, block, reach, seconds, kind % LOADS_DROPPED, more }

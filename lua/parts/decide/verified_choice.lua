@@ -23,13 +23,13 @@ return function(s, prefix, choose)
   local function verify(slot, hashes, depth, whole)
     while whole < depth and to_verify > 0 do
       local chunk = {}
-      for block = whole + 1, min(whole + CHUNK_BLOCKS, depth) do
+      for block = whole + 1, min(whole + CHUNK_BLOCKS, whole + to_verify, depth) do
         chunk[block - whole] = sub(hashes, block * 8 - 7, block * 8)
       end
       for k, held in ipairs(call("SMISMEMBER", prefix .. "s:" .. format("%d", slot), unpack(chunk))) do
         if held == 0 then return whole + k - 1 end
       end
-      whole, to_verify = whole + #chunk, to_verify - CHUNK_BLOCKS
+      whole, to_verify = whole + #chunk, to_verify - #chunk
     end
     s.flagged = whole < depth and 1 or s.flagged
     return whole

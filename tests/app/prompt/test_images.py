@@ -137,6 +137,7 @@ def test_the_tokens_of_a_family_follow_from_width_and_height(
         GEMMA | {"token_id": 2, "joins": JOINS},
         GEMMA | {"joins": [[1, 2]]},
         GEMMA | {"joins": [[1, 2, 2**32]]},
+        GEMMA | {"joins": [[1, 2, 3]] * 17},
         {"joins": JOINS},
     ],
 )

@@ -325,7 +325,7 @@ class BridgedEngine:
             self._groups = groups
             self._warn_of_groups(rank.table.scheme.block_tokens for rank in self.ranks)
             self._note_restart()  # its join said nothing of them
-        tiers = self._tiers | {kind: told for rank in self.ranks for kind, told in rank.table.tiers_told.items()}
+        tiers = self._tiers_told()
         if tiers != self._tiers:
             self._tiers = tiers
             self._note_restart()  # its join said nothing of them
@@ -336,6 +336,14 @@ class BridgedEngine:
         for rank in self.ranks:
             if rank.stopped:
                 self._say(f"not reported any more: {rank.stopped}")
+
+    def _tiers_told(self) -> dict[str, bool]:
+        """Return the tiers known by now. Once False, a tier's ``loads_last`` stays so, though new tables forget it."""
+        tiers = dict(self._tiers)
+        for rank in self.ranks:
+            for kind, loads_last in rank.table.tiers_told.items():
+                tiers[kind] = loads_last and tiers.get(kind, True)
+        return tiers
 
     def _warn_of_groups(self, sizes: Iterable[int]) -> None:
         if any(rules_of(self._groups, self.options.group, block_tokens) is None for block_tokens in sizes):
