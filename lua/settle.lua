@@ -19,17 +19,20 @@ ARGV: prefix, id, outcome (started; due: as started, but estimated by a replica'
       held_blocks, age_ms: for an approximate worker, the blocks of the prompt that it had when the request came, if
         fewer than the decision predicted, and the longest time for which the request may have been there
       session, finish, context_tokens: for a request of a session in the ledger, settle/session describes them
+      to_slot, moved_tokens, moved_s: with `finished` of a prefill leg, the slot of the engine that took the blocks, the
+        tokens that it lacked, and the seconds from the end of the prefill to its first token
 Returns: {STARTED, SETTLED, UNKNOWN (never booked, or ended long ago) or SAME (nothing is changed)}; after SETTLED the
       cached tokens of the prompt, if the engine reported them and they were compared with the predicted match
 Cost: O(log leases + checkpoints); for an unknown id at most 8 leases reaped
 Keys that depend on data: x:<hash>, b:<hash>, lru:<slot>, c:<slot>:<id>, client:<tag>, tokens:<tag>, sessions, places,
-      running:<worker_id>
+      running:<worker_id>, links
 --]]
 local load_key, leases_key, lease_key = unpack(KEYS)
 local prefix, id, outcome = ARGV[1], ARGV[2], ARGV[3]
 local tombstone_ms, linger_ms = tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local CLIENT_TOKENS, HELD_BLOCKS, AGE_MS, SESSION_ID, FINISH, CONTEXT_TOKENS = 6, 7, 8, 9, 10, 11
+local TO_SLOT, MOVED_TOKENS, MOVED_S = 12, 13, 14
 local call = redis.call
 
 if id == "" or not tombstone_ms or not linger_ms then
@@ -86,8 +89,12 @@ else
     local counted = ended and prefill or 0 -- tokens of the answer, as the engine told them
     client.spend((tonumber(ARGV[CLIENT_TOKENS]) or unserved and -prompt or counted) - counted)
   end
+  if ARGV[TO_SLOT] and outcome == "finished" then
+    (include "settle/learn_link")(prefix, slot, tonumber(ARGV[TO_SLOT]), tonumber(ARGV[MOVED_TOKENS]),
+      tonumber(ARGV[MOVED_S]))
+  end
   local session = ARGV[SESSION_ID]
-  if session then
+  if session and session ~= "" then
     (include "settle/session")(prefix, now, session, ARGV[FINISH], tonumber(ARGV[CONTEXT_TOKENS]) or 0)
   end
 end

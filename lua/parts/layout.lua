@@ -32,6 +32,8 @@ local GRACE_AFTER_MS = 2500 -- age of the last tick beyond which heartbeats have
 local BRIEF_AT = PREFILL_TOKENS_AT
 local ROW_BRIEF = ">i4i4i8I6I4I4I4I4I4I2I6I4"
 
+local DECODE_TERM = 8 -- index of the term for answers among the terms of a cost (decide/cost_rule)
+
 -- The reservations that an engine has (shared/running)
 local BELIEVED_MS = 30000 -- time after an engine's last right tally during which leases that it has are extended
 local EXTENDED_MS = 15000 -- time by which such a lease is extended when it is due
@@ -62,6 +64,8 @@ local LOADS_DROPPED = 64
 
 -- A label price: the slot of a worker that lacks a preferred label, and the seconds that its cost is raised by
 local LABEL_PRICE = ">I4d"
+-- An engine that hands prompts over: its slot, its class, the sum of classes that hand to it, 1 if it also serves alone
+local HANDING = ">I4I4I4B"
 
 -- Requests
 local MAX_REAPED = 8 -- most expired leases or tickets that a call gives back

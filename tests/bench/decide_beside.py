@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HERE = Path(__file__).parents[2]
-CONSTANTS_AT, SESSION_AT, ONLY_AT, ENDING_AT = 2, 18, 19, 20  # among decide's arguments
-SESSION_FOUND_AT, LOADS_AT = 13, 14  # in its answer
+CONSTANTS_AT, SESSION_AT, ONLY_AT, ENDING_AT, SPLIT_AT = 2, 18, 19, 20, 21  # among decide's arguments
+SESSION_FOUND_AT, LOADS_AT, LEG_AT = 13, 14, 15  # in its answer
 NO_DECODES = Weights(decode_price=0.0, context_price=0.0)
 CASES = {"hot_625_over_other": (64, 625, 40), "workers_1024_over_other": (1_024, 0, 20)}  # workers, blocks, calls
 TIERED_WORKERS = 300
@@ -93,13 +93,20 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
     def knows_tiers(self) -> bool:
         return "sets_key" in self.texts["decide"]
 
+    @property
+    def knows_roles(self) -> bool:
+        return "replica.roles" in self.texts["decide"]
+
     def arguments(self, ours: list[Any]) -> list[Any]:
         """Return the arguments of this checkout's decide for the same decision."""
         packed, record = ours[CONSTANTS_AT], struct.Struct(self.record)
         _, *values = RECORD.unpack_from(packed)
-        known = dict(zip((*FIELDS, "prices"), values, strict=True))
-        head = record.pack(self.version, *(known[name] for name in (*self.fields, "prices")))
+        known = dict(zip((*FIELDS, "prices", "roles"), values, strict=True))
+        counted = ("prices", "roles") if self.knows_roles else ("prices",)
+        head = record.pack(self.version, *(known[name] for name in (*self.fields, *counted)))
         fitted = [*ours[:CONSTANTS_AT], head + packed[RECORD.size :], *ours[CONSTANTS_AT + 1 :]]
+        if not self.knows_roles:
+            del fitted[SPLIT_AT]
         if "only, ending" not in self.texts["decide"]:
             del fitted[ENDING_AT]
         if "local only" not in self.texts["decide"]:
@@ -112,7 +119,9 @@ print(json.dumps([texts, constants.FIELDS, constants.RECORD.format, constants.VE
             return found
         if not self.takes_session:
             found = [*found[:SESSION_FOUND_AT], b"", *found[SESSION_FOUND_AT:]]
-        return found if self.knows_tiers else [*found[:LOADS_AT], b"", *found[LOADS_AT:]]
+        if not self.knows_tiers:
+            found = [*found[:LOADS_AT], b"", *found[LOADS_AT:]]
+        return found if self.knows_roles else [*found[:LEG_AT], b"", *found[LEG_AT:]]
 
 
 def run(url: str, checkout: Path, *, quick: bool) -> dict[str, Any]:
@@ -371,6 +380,7 @@ def random_call(rng: random.Random, name: str, *, excludes: bool = True) -> list
         rng.choice((0, 0, 0, 1, 2)), excluded, rng.getrandbits(31), rng.choice((0, 0, 0, 128)),
         some if rare() < 0.2 else "", rng.choice((0, 0, 0, 0.3, 3)), rng.choice((b"", b"tenant-a", b"tenant-b")),
         rng.randrange(3), rng.choice((0, 900)), rng.choice((0, 1, 2)), "", "", "", "", "",
+        rng.choice((0, 1, 2)),
         *((SCHEME, BLOCK_TOKENS, chain) if rare() < 0.9 else ()),
         *((8, 2 * BLOCK_TOKENS, chain[: len(chain) // 16 * 8]) if rare() < 0.2 else ()),
     ]  # fmt: skip

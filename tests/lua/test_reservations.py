@@ -482,3 +482,22 @@ async def test_an_engine_that_was_taken_for_dead_gets_its_load_again(ticked: Eng
         ticked.end(request_id(each))
     await told(ticked)
     assert ticked.load() == NONE
+
+
+# ---------------------------------------------------------------- prefill legs
+
+
+async def test_the_context_of_a_prefill_leg_stays_after_its_end(engine: EngineWithEnds) -> None:
+    """Until another engine has taken the blocks, or the lease expires."""
+    leg, other = reservation(4, "p"), reservation(5, "p")
+    for reserved in (leg, other):
+        await runs(engine, reserved)
+        engine.end(request_id(reserved))
+        await told(engine)
+    context, further = (engine.leases()[reserved].decode_tokens for reserved in (leg, other))
+    assert engine.load() == (0, context + further, 2)
+    assert not engine.running()
+    await engine.fleet.bookings.settle(leg, "finished")
+    assert engine.load() == (0, further, 1)
+    await engine.reap(other)
+    assert engine.load() == NONE

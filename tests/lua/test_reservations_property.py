@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     Outcome = Literal["started", "finished", "failed", "cancelled"]
 
 #: Every third reservation is of two answers or prompts; the engine's requests of a reservation end one by one.
-RESERVATIONS = [reservation(number, "0-_"[number % 3]) for number in range(6)]
-WHICH = st.integers(0, 5)
+RESERVATIONS = [*(reservation(number, "0-_"[number % 3]) for number in range(6)), reservation(6, "p")]
+#: The last is a prefill leg: its context stays booked after its end, until it is settled or expires.
+LEG = {RESERVATIONS[-1]}
+WHICH = st.integers(0, 6)
 STEPS = st.one_of(
     st.tuples(st.just("decide"), WHICH),
     st.tuples(st.just("arrive"), WHICH),
@@ -80,7 +82,7 @@ class History:
 
     async def again(self, which: int) -> None:
         """The engine goes on with a reservation that had ended, as in the steps of a beam search."""
-        reserved = RESERVATIONS[which % 6]
+        reserved = RESERVATIONS[which % 7]
         if reserved in self.engine.seen and reserved in self.engine.leases():
             self.engine.arrive(reserved)
 
@@ -130,10 +132,12 @@ class History:
         await self.engine.routable()
 
     async def leave(self) -> None:
+        left = self.engine.running()
         self.engine.publisher._stopping.set()
         self.engine.round()
         await self.engine.apply()
         assert self.engine.row().in_flight == len(self.engine.open() - self.engine.running())
+        assert all(self.engine.leases()[leg].prefill_tokens == 0 for leg in LEG & self.engine.open() & left)
         self.engine.start()
         await self.engine.routable()
 
@@ -156,7 +160,7 @@ class History:
         engine.check()
         has = set(engine.present.values())
         assert engine.running() == has
-        left = engine.open() & engine.seen - has - self.unheard
+        left = engine.open() & engine.seen - has - self.unheard - LEG
         assert not left, "the engine has ended it"
         booked = {name for name, lease in engine.leases().items() if lease.stage <= Stage.STARTED}
         assert booked & has <= engine.open(), "the engine has it, so it is part of its load"
@@ -167,7 +171,8 @@ class History:
             engine.end(request)
         engine.round()
         await engine.apply()
-        assert not engine.open() & engine.seen - (self.unheard - has)
+        assert not engine.open() & engine.seen - (self.unheard - has) - LEG
+        assert all(engine.leases()[leg].prefill_tokens == 0 for leg in LEG & engine.open() & engine.seen - self.unheard)
         await engine.reap(*engine.leases())
         assert engine.load() == (0, 0, 0)
         assert not engine.leases()

@@ -17,9 +17,11 @@ from warmfleet.fleet import (
     Hold,
     Place,
     Queued,
+    Role,
     SessionEnd,
     SessionLimits,
     Spans,
+    Split,
     Standing,
     new_reservation,
 )
@@ -824,3 +826,28 @@ async def test_a_tier_that_is_gone_is_no_room_any_more(sessions: Sessions) -> No
     await sessions.tick()
     places = [(await sessions.record(agent)).place for agent in agents]
     assert places == [Place.IN] * 3 + [Place.OUT], "the youngest is paused, so that the rest fits the GPU"
+
+
+# ---------------------------------------------------------------- engines that hand prompts over
+
+
+async def test_a_session_has_its_place_at_an_engine_that_makes_answers(keyspace: Keyspace) -> None:
+    sessions = Sessions(keyspace)
+    sessions.split = Split.ALLOWED
+    await sessions.bind(3)
+    keyspace.fleet.use(roles={1: Role(1, 0, alone=False), 2: Role(0, 1, alone=True), 3: Role(0, 1, alone=True)})
+    agents = [Agent() for _ in range(4)]  # each engine has room for two
+    for agent in agents:
+        told = await sessions.step(agent, LARGE)
+        assert isinstance(told, Decision)
+        assert (await sessions.record(agent)).slot in (2, 3)
+        await sessions.ends(agent)
+    assert isinstance(await sessions.step(Agent(), LARGE), Queued)
+    for agent in agents:  # the prompt is computed elsewhere, but the answer is made where the session has its place
+        slot = (await sessions.record(agent)).slot
+        await keyspace.change(slot, prefill_tokens=50_000, in_flight=50, decode_tokens=90_000)
+        await keyspace.change(5 - slot, prefill_tokens=0, in_flight=0, decode_tokens=0)
+        told = await sessions.step(agent, 20)
+        assert isinstance(told, Decision)
+        assert told.prefill is not None
+        assert (told.worker_id, told.prefill.worker_id) == (f"w{(await sessions.record(agent)).slot}.0", "w1.0")

@@ -386,5 +386,6 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         "held": held_in_words(seen.hold, most_s, first=not request.goes_on) if seen.hold else None,
         "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
+        "ways": [way._asdict() for way in seen.ways],
         "candidates": rows,
     }

@@ -28,6 +28,7 @@ from warmfleet.fleet.client_limits import KEEP_AT_ONCE, MAX_LIMIT, ClientCounts,
 from warmfleet.fleet.codes import Hint, Standing
 from warmfleet.fleet.connection.redis_connections import RedisConnections
 from warmfleet.fleet.constants import QUEUE_PATIENCE, Constants, QueueLimits, SessionLimits, Spans, Weights
+from warmfleet.fleet.handovers import Moved, PrefillLeg, Role, Split, Way, prefill_leg, roles_of
 from warmfleet.fleet.image_reports import ImageReports
 from warmfleet.fleet.index import Index, Memory, Truth, WorkerTruth
 from warmfleet.fleet.ledger import EngineLedger, Hold, HoldLine, Ledger, LedgerView, Session

@@ -19,6 +19,7 @@ from warmfleet.fleet.client import redis_errors
 from warmfleet.fleet.client_limits import ClientUse
 from warmfleet.fleet.codes import Mark, Mode
 from warmfleet.fleet.connection.packing import NOTHING, pack, pack_bytes, pack_int, pack_names, pack_text
+from warmfleet.fleet.handovers import Moved, PrefillLeg, Split, Way, prefill_leg
 from warmfleet.fleet.ledger import Hold
 from warmfleet.fleet.rows import Flag, Lease, LoadRow, Stage
 from warmfleet.fleet.script_loader import SCRIPT_ARGS
@@ -40,7 +41,7 @@ URL_SAFE = bytes.maketrans(b"+/", b"-_")
 ID_CHARACTERS = 21  # characters of a reservation's id behind its mark: 126 random bits
 REAPED_PER_SETTLE = 8  # expired leases that lua/settle.lua gives back in one call with an id that was never booked
 RENEW_AT_ONCE = 200  # most reservations in one call of lua/renew.lua
-ANSWER_FIELDS = 15  # number of fields in decide's answer to a booked request; an explanation may follow
+ANSWER_FIELDS = 16  # number of fields in decide's answer to a booked request; an explanation may follow
 #: The flags as plain numbers, because to look up a member of an enum takes longer than to compare.
 APPROXIMATE, UNHEARD, TRIAL = int(Flag.APPROXIMATE), int(Flag.UNHEARD), int(Flag.TRIAL)
 ENDS = int(Flag.ENDS)
@@ -82,7 +83,7 @@ class Question:
     displaces: in a full queue the request may take the place of a ticket of the tenant with the most tickets.
     session: empty for a request without a part in the ledger of sessions; else a byte, the sum of ``Hint`` values, and
     the session's id: made by the replica if the client named the session, else that of an earlier answer, or nothing.
-    only: ids of the workers to choose among; empty: all.
+    only: ids of the workers to choose among; empty: all. split: whether two engines may serve the request.
     """
 
     reservation: str
@@ -104,6 +105,7 @@ class Question:
     displaces: bool = True
     session: bytes = b""
     only: tuple[str, ...] = ()
+    split: Split = Split.ROLES_IGNORED
 
     @property
     def tie_seed(self) -> int:
@@ -123,6 +125,8 @@ class Decision:
     wants it at the end. use: how much of its limits the client uses; None if it has none or the id was known.
     tier_tokens: of matched_tokens, those that the engine must load from a tier, which takes tier_s; tier: its kind.
     reports_ends: the engine reports the request's end, so its load is given back even if nobody settles it.
+    prefill: the engine that computes the prompt before, in a request that is split; matched_tokens are then those that
+    ``worker_id`` need not take from it, and what the engines have of the prompt is compared only there.
     """
 
     reservation: str
@@ -148,6 +152,7 @@ class Decision:
     tier_s: float = 0.0
     tier: str = ""
     reports_ends: bool = False
+    prefill: PrefillLeg | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,8 @@ class Seen:
     tier's kind. waits: the request must wait in the queue first. tie_s: the most seconds above the lowest cost that
     counted as equal. room: if tickets were in the queue, but the request was booked at once, the numbers of the rows
     (from 1) whose workers had room, joined by commas. turn_s, turn_at: if the request must wait, ``Queued.turn_s`` and
-    the number of its worker's row; else 0. hold: if the request's session would be held, its place in the line.
+    the number of its worker's row; else 0. hold: if the request's session would be held, its place in the line. ways:
+    if the request may be split, the cheapest engine alone, and the cheapest pair; one of them if there is no other.
     """
 
     context: tuple[int, int, int, int]
@@ -170,15 +176,17 @@ class Seen:
     turn_s: float = 0.0
     turn_at: int = 0
     hold: Hold | None = None
+    ways: tuple[Way, ...] = ()
 
     @classmethod
     def of(cls, answer: list[Any]) -> Seen:
         """Read the part of an answer of ``decide`` that follows its ``why``."""
-        *numbers, waits, tie_s, room, turn_s, turn_at, held = answer[0]
+        *numbers, waits, tie_s, room, turn_s, turn_at, held, best = answer[0]
         median, block_tokens, turn, now_ms = map(int, numbers)
         context, rows = (median, block_tokens, turn, now_ms), answer[1:]
         hold = Hold.of(held) if held else None
-        return cls(context, rows, waits == b"1", float(tie_s), room.decode(), float(turn_s), int(turn_at), hold)
+        ways = tuple(Way.of(told, rows) for told in best)
+        return cls(context, rows, waits == b"1", float(tie_s), room.decode(), float(turn_s), int(turn_at), hold, ways)
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -194,7 +202,8 @@ class Terms:
     for those of them that another worker is computing now. leave_s: for those of them that only one other worker has in
     its cache. evict_s: for evictions, if the cache is fuller than others or crowded. busy_s: for the worker's recent
     share of time in prefill. label_s: for preferred labels that the worker lacks. decode_s: for answers
-    under way that the prompt makes slower. load_s: for loading what only a tier of the worker holds.
+    under way that the prompt makes slower. load_s: for loading what only a tier of the worker holds. room_s: until the
+    worker's cache has room. partner_s: for the engine that takes the prompt over (lua/parts/decide/joint.lua).
     """
 
     wait_s: float
@@ -206,6 +215,8 @@ class Terms:
     label_s: float
     decode_s: float
     load_s: float
+    room_s: float = 0.0
+    partner_s: float = 0.0
 
     @classmethod
     def of(cls, told: bytes) -> Terms:
@@ -308,6 +319,7 @@ class Bookings:
             why,
             sid,
             load,
+            leg,
         ) = answer[:ANSWER_FIELDS]
         worker_id = worker.decode()
         approximate = flags & APPROXIMATE != 0
@@ -333,6 +345,7 @@ class Bookings:
             sid,
             *(_load(*load.split()) if load else NO_LOAD),
             flags & ENDS != 0,
+            _leg(question.reservation, *leg) if leg else None,
         )
 
     async def settle(
@@ -342,13 +355,15 @@ class Bookings:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> str:
         """Report the first token or the end of a reservation; returns STARTED, SETTLED, UNKNOWN or SAME.
 
         A repeated call changes nothing. tokens: of the answer, counted as used by a client with limits. shortfall:
-        corrects the mirror of an approximate worker's cache. Raises FleetUnavailable.
+        corrects the mirror of an approximate worker's cache. moved: with ``finished`` of a prefill leg, what the other
+        engine took from it. Raises FleetUnavailable.
         """
-        command = self.settle_command(reservation, outcome, tokens, shortfall, session)
+        command = self.settle_command(reservation, outcome, tokens, shortfall, session, moved)
         answer = await self._scripts.call("settle", command, self._scripts.timeouts.upkeep_s)
         return str(answer[0].decode())
 
@@ -360,12 +375,13 @@ class Bookings:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> None:
         """Send ``settle`` without waiting: Redis executes it before every later call of this client.
 
         ``settle`` goes to Redis with the next other call, or after two milliseconds.
         """
-        command = self.settle_command(reservation, outcome, tokens, shortfall, session)
+        command = self.settle_command(reservation, outcome, tokens, shortfall, session, moved)
         self._scripts.send("settle", command, self._scripts.timeouts.upkeep_s, on_answer, patient=True)
 
     def settle_command(
@@ -375,10 +391,11 @@ class Bookings:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> bytes:
         """Return the packed call of settle; arguments as in ``settle``."""
         rest = (PACKED_OUTCOMES.get(outcome) or pack_text(outcome)) + self._scripts.constants.settle_spans
-        if not tokens and shortfall is None and session is None:
+        if not tokens and shortfall is None and session is None and moved is None:
             return self._settle_head + pack_text(reservation) + rest
         more = [pack_int(tokens) if tokens else NOTHING]
         if shortfall is not None:
@@ -386,6 +403,9 @@ class Bookings:
         if session is not None:
             more += [NOTHING] * (3 - len(more))
             more += [pack_bytes(session.session), pack_text(session.finish), pack_int(session.tokens)]
+        if moved is not None:
+            more += [NOTHING] * (6 - len(more))
+            more += [pack_int(moved.slot), pack_int(moved.tokens), pack(moved.seconds)]
         head = self._settle.head(len(SCRIPT_ARGS["settle"]) + len(more)) + self._packed_prefix
         return b"".join((head, pack_text(reservation), rest, *more))
 
@@ -461,6 +481,7 @@ class Bookings:
             pack_bytes(question.session) if question.session else NOTHING,
             pack_names(question.only) if question.only else NOTHING,
             _packed_ending(chains),
+            pack_int(question.split),
         ]
         for chain in chains:
             pieces += (_packed_scheme(chain.scheme_id, chain.block_tokens), pack_bytes(chain.hashes))
@@ -487,6 +508,37 @@ def _packed_ending(chains: Sequence[Chain]) -> bytes:
 def _load(tokens: bytes, seconds: bytes, kind: bytes) -> tuple[int, float, str]:
     """Read what must be loaded from a tier: tokens, seconds, kind of tier."""
     return int(tokens), float(seconds), TIERS.get(int(kind), "")
+
+
+def _leg(
+    reservation: str,
+    worker: bytes,
+    url: bytes,
+    matched: int,
+    speculative: int,
+    wait: int,
+    prefill: int,
+    decode: int,
+    flags: int,
+    load: bytes,
+) -> PrefillLeg:
+    """Read what decide tells of the prefill leg of a request with this reservation."""
+    worker_id, approximate = worker.decode(), flags & APPROXIMATE != 0
+    return PrefillLeg(
+        prefill_leg(reservation),
+        worker_id,
+        worker_id if approximate else worker_id.rpartition(".")[0],
+        url.decode(),
+        matched,
+        speculative == 1,
+        wait,
+        prefill,
+        decode,
+        approximate,
+        flags & TRIAL != 0,
+        flags & ENDS != 0,
+        *(_load(*load.split()) if load else NO_LOAD),
+    )
 
 
 def _candidate(

@@ -48,5 +48,6 @@ class Mark(StrEnum):
     ONE_PROMPT = "0"  # a reservation of one prompt whose token ids are known
     SEVERAL_PROMPTS = "-"  # a reservation of several prompts: each prefill gives back its share of the booked tokens
     ESTIMATED = "_"  # a reservation of a prompt whose token ids are not known: its match is not compared
+    PREFILL_LEG = "p"  # a reservation of an engine that only computes the prompt: its context outlives its prefill
     MAKER = "+"  # field of a block hash: a reservation that computes the blocks from this one to the next such
     TRAIL = "="  # field of a block hash: hashes from this block to the next such, in a worker's guessed cache

@@ -11,9 +11,12 @@ from warmfleet.fleet.connection.packing import pack, pack_int
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from warmfleet.fleet.handovers import Role
+
 #: Version of the packed record, raised when a field changes. Scripts refuse a record of every other version.
-VERSION = 6
-#: The packed fields in order, as lua/parts/shared/constants.lua names them; the number of label prices comes last.
+VERSION = 7
+#: The packed fields in order, as lua/parts/shared/constants.lua names them. The numbers of label prices and of roles
+#: come last.
 FIELDS = (
     "lease_ms",
     "ttl_ms",
@@ -35,8 +38,9 @@ FIELDS = (
     "paused_max_ms",
     "held_max_ms",
 )
-RECORD = struct.Struct(">B4I10dI2d3I")
+RECORD = struct.Struct(">B4I10dI2d4I")
 LABEL_PRICE = struct.Struct(">Id")
+HANDING = struct.Struct(">IIIB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Constants:
     """The constants of one pool in this replica, in their packed forms, too.
 
     block_tokens: scheme of block hashes -> tokens in a block. label_prices: slot (index number of a worker) -> seconds
-    by which its cost is raised because it lacks preferred labels. packed: the argument ``constants`` of the scripts;
+    by which its cost is raised because it lacks preferred labels. roles: slot -> ``Role`` of each engine that hands
+    prompts over. packed: the argument ``constants`` of the scripts;
     argument: ``packed`` in Redis' protocol. settle_spans: tombstone_ms and linger_ms for settle, in Redis' protocol.
     Raises struct.error or OverflowError for a number that does not fit.
     """
@@ -107,6 +112,7 @@ class Constants:
     block_tokens: Mapping[int, int] = field(default_factory=dict)
     label_prices: Mapping[int, float] = field(default_factory=dict)
     sessions: SessionLimits = field(default_factory=SessionLimits)
+    roles: Mapping[int, Role] = field(default_factory=dict)
     packed: bytes = field(init=False, repr=False, compare=False)
     argument: bytes = field(init=False, repr=False, compare=False)
     settle_spans: bytes = field(init=False, repr=False, compare=False)
@@ -141,6 +147,8 @@ class Constants:
             self.sessions.paused_max_ms,
             self.sessions.held_max_ms,
             len(self.label_prices),
+            len(self.roles),
         )
         record += b"".join(LABEL_PRICE.pack(*price) for price in self.label_prices.items())
+        record += b"".join(HANDING.pack(slot, *role) for slot, role in self.roles.items())
         return record + ",".join(f"{scheme}={tokens}" for scheme, tokens in self.block_tokens.items()).encode()

@@ -90,6 +90,8 @@ def arguments(record: dict[str, Any], policy: str, turn: int) -> list[Any]:
     turn: number of earlier decisions by round_robin, used if the record is of another policy. Raises BadRequest.
     """
     try:
+        if record.get("ways"):
+            raise BadRequest("a choice among engines that hand prompts over cannot be replayed")
         own = policy in ("", record["policy"])
         told = LATER_WEIGHTS | record["weights"]
         weights = {field.name: told[field.name] for field in fields(Weights)}

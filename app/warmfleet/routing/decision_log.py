@@ -64,6 +64,7 @@ def record(
         "turn": turn,
         "now_ms": now_ms,
         "room": seen.room,
+        "ways": [way._asdict() for way in seen.ways],
         "candidates": [
             [row.hex(), matched, making, loads, float(seconds)]
             for _, matched, making, row, _, _, loads, seconds, _ in seen.rows

@@ -1,7 +1,8 @@
 --[[
 apply/reservations: the operations of an engine that reports the ends of requests (`ends` in its join).
   ended     a list of [reservation id, tokens of the answer, reason]: these requests have left the engine. Each lease
-            gives its load back at once and becomes ENDED; settle, or its expiry, does the rest.
+            gives its load back at once and becomes ENDED; settle, or its expiry, does the rest. A prefill leg gives
+            only its prefill back.
   running   a list of 0 and reservation ids: the engine has these, though it has reported no prefill of them. With 1 in
             place of 0 a list of all that it has begins here.
   tally     [count, high, low]: digest of all that it has, sent with each heartbeat. A difference asks for the whole
@@ -49,6 +50,16 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     end
   end
 
+  -- Note that the engine is done with a prefill leg. Its context stays booked until settle ends it, or it expires,
+  -- because the engine keeps the blocks until another engine has taken them.
+  local function leg_ended(id, lease)
+    local epoch, slot, _, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease)
+    if stage ~= STAGE_BOOKED then return end
+    if #lease > LEASE_BYTES + length then release_speculation(prefix)(id, lease) end
+    local head = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length)
+    call("HSET", lease_key, id, head .. worker_id)
+  end
+
   local function ended(id, tokens, time)
     local lease = call("HGET", lease_key, id)
     if not lease then return false end
@@ -56,6 +67,10 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     tokens = math.min(tokens, decode) -- a broken engine must not lock the client out
     if stage > STAGE_STARTED or lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return false end
     if stage == STAGE_BOOKED then give_back.prefill(epoch, prefill, time) end
+    if id:sub(MARK_AT, MARK_AT) == MARK_PREFILL_LEG then
+      leg_ended(id, lease)
+      return true
+    end
     give_back.request(epoch, decode, -1)
     -- The engine has reported all blocks of the request before.
     if #lease > LEASE_BYTES + length then release_speculation(prefix)(id, lease) end

@@ -38,6 +38,8 @@ Costs within max(1 block, 2 % of the prompt, 5 ms) of the lowest count as equal.
 (the first worker of `order` that is a candidate), then the worker that holds more of the prompt, in steps of 2 % of it:
 with smaller steps, all prompts with the same short beginning would go to one worker. Then a worker whose blocks may be
 matched, the least evicting, the least filled, the one with fewest requests in flight, and at last a hash of the seed.
+In a fleet whose engines have roles, decide/joint prices answers and room in its own way if the request may be split;
+then objective_s does not count.
 With objective_s, the choice is among the least loaded of the candidates whose cost without slows meets that objective:
 a bigger match is no reason to join a longer line if the objective is met without it.
 
@@ -52,14 +54,15 @@ choose returns the candidate and one word for what decided: lowest (cost or load
 or objective; with other policies also match, smallest, imbalance, bound or turn. With every policy it sets
   s.cost   predicted seconds to first token, by candidate
   s.decode_s  the term of slows, by candidate; nil if it is 0 for all
+  s.partner  if s.roles is set: by candidate the one that takes over from it (decide/joint, which sets more)
   s.tie_s  seconds above the lowest cost within which a cost counts as equal to it
   s.terms  if it is a table: by candidate the terms of the cost, in seconds with their weights: wait, uncached, again,
-           lost, overfill and crowd, busy_share, label_price, decodes and context, loads
+           lost, overfill and crowd, busy_share, label_price, decodes and context, loads; if s.roles is set, two
+           more: for room in caches, and for the partner
 --]]
 local max, min, huge, floor, unpack_from, sub = math.max, math.min, math.huge, math.floor, struct.unpack, string.sub
 local FILLED = 0.5 -- share of caches from which on contexts count as filling them (decoding)
 local EQUAL_SHARE, EQUAL_S = 0.02, 0.005 -- largest difference that counts as equal: share of prompt, seconds
-local DECODE_TERM = 8 -- index of the term of slows in s.terms
 local DECIDED_BY = { "home", "prefix", "pressure", "pressure", "flight", "seed" } -- the steps of a tie, in order
 
 -- Return the tokens of each match that count, by candidate: at most prefix_tokens; and tokens beyond the shortest match
@@ -240,7 +243,13 @@ local function lowest_cost(s, own, home)
     cost[i] = seconds
     if seconds < lowest then lowest, cheapest = seconds, i end
   end
-  local among = s.objective_s > 0 and meeting_objective(s, slack) or nil
+  local among
+  if s.roles then
+    lowest, cheapest, among = (include "decide/joint")(s, own, max(slack / s.median, EQUAL_S))
+    s.tie_s = max(slack / speed[cheapest], EQUAL_S)
+    return win_tie(s, lowest + s.tie_s, among, home, most >= EQUAL_SHARE * prompt and own or nil)
+  end
+  among = s.objective_s > 0 and meeting_objective(s, slack) or nil
   if s.delays and s.policy == "cost" then lowest, cheapest = add_decode_terms(s, own, making, lowest, cheapest) end
   local objective_decides = among and not among[cheapest]
   if objective_decides then
@@ -266,7 +275,8 @@ end
 local function with_room(s, w, room)
   local best
   for i = 1, s.count do
-    if room[i] > NO_ROOM_S and (i == w or best ~= w and (not best or s.cost[i] < s.cost[best])) then best = i end
+    local cost, free = s.cost[i], room[i] > NO_ROOM_S and s.cost[i] < huge
+    if free and (i == w or best ~= w and (not best or cost < s.cost[best])) then best = i end
   end
   if best and s.policy ~= "cost" then return w end
   return best

@@ -8,20 +8,23 @@ verification may have shortened it afterwards). Returns the answer with, at its 
  numbers of the candidates with room, joined by commas (if wait_turn looked for room that waiting requests leave
  over; the place alone if that decided),
  price of the turn in seconds and number of its candidate (decide/wait_turn; both 0 for a request that need not wait),
- the answer HELD if the session would be held (decide/session), else {}},
+ the answer HELD if the session would be held (decide/session), else {},
+ the best way of each kind (`best` of decide/joint: numbers of both candidates, then seconds, with blanks between), if
+ the request may be split},
 then for each candidate {worker_id, matched_tokens, speculative_tokens, load row, cost_s, the terms of the cost in
 seconds, joined by commas (decide/cost_rule), tokens of the match to be loaded from tiers, seconds that this
 takes, number of the kind of tier}.
 --]]
 return function(s, answer, chosen, match_seen)
-  local format, with_room = string.format, {}
+  local format, with_room, best = string.format, {}, {}
+  for k, way in ipairs(s.best or {}) do best[k] = format("%d %d %.6f %.6f %.6f %.6f %.6f", unpack(way)) end
   for i = 1, s.room and s.count or 0 do
     if s.room[i] > NO_ROOM_S then with_room[#with_room + 1] = format("%d", i) end
   end
   answer[#answer + 1] =
     { format("%d", s.median), format("%d", s.block), format("%d", s.turn), format("%d", s.now % U32),
       s.waits and "1" or "0", format("%.6f", s.tie_s), table.concat(with_room, ","),
-      s.turn_s or "0", format("%d", s.waits and s.turn_at or 0), s.held or {} }
+      s.turn_s or "0", format("%d", s.waits and s.turn_at or 0), s.held or {}, best }
   for i = 1, s.count do
     local row, blocks, tokens = s.rows[i], s.speculated[i], 0
     if blocks then

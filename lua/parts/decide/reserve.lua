@@ -11,18 +11,20 @@ booked for prefill even if all are held, because the engine computes the last on
 tier (decide/tiers) is booked for prefill as the tokens that the engine computes in that time, at most as all of these
 tokens, so that later decisions see the engine busy with it; but not for a reservation of several prompts, each of which
 gives back what it lacks (apply/progress).
+takes: the worker takes the prompt's blocks from another engine, so it computes nothing, and no checkpoints are noted:
+until the blocks have come, nobody else could use them. What the lease says of its match is not compared.
 --]]
 local call, unpack_from, sub, format = redis.call, struct.unpack, string.sub, string.format
 local max, min, floor = math.max, math.min, math.floor
 local checkpoints = include "decide/checkpoints"
 
-return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms)
+return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens, expires_ms, takes)
   local row, own, x = s.rows[w], s.matched[w] or 0, prefix .. "x:"
   local worker, slot, _, scheme = sub(row, WORKER_ID_AT), unpack_from(ROW_SLOT_TO_SCHEME, row, SLOT_AT)
-  local c = not s.unmatchable[w] and s.chain_of[scheme]
+  local c = not takes and not s.unmatchable[w] and s.chain_of[scheme]
   call("ZREM", leases_key, id)
   local made, hashes, field = {}, c and ARGV[c + 2] or "", format("%d", slot)
-  local blocks, before = checkpoints(#hashes / 8, s.confirmed[w] or 0, s.node[w])
+  local blocks, before = checkpoints(#hashes / 8, s.confirmed[w] or 0, c and s.node[w] or nil)
   if before > 1 and blocks[#blocks] ~= before then blocks[#blocks + 1] = before end
   if c and blocks[#blocks] ~= 1 then blocks[#blocks + 1] = 1 end
   for k = #blocks, 1, -1 do
@@ -37,7 +39,10 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   local epoch, prefill, decode, flight = unpack_from(ROW_EPOCH_TO_IN_FLIGHT, row)
   local uncached, context = max(1, s.prompt - own), max(0, decode_tokens - own)
   local loads = s.tiers and s.tiers.tokens[w]
-  if loads and sub(id, MARK_AT, MARK_AT) ~= MARK_SEVERAL_PROMPTS then
+  if takes then
+    own, uncached = own - (loads or 0), 0
+    context = max(0, decode_tokens - own)
+  elseif loads and sub(id, MARK_AT, MARK_AT) ~= MARK_SEVERAL_PROMPTS then
     uncached = uncached + floor(min(s.tiers.seconds[w] * s.speed[w], loads) + 0.5)
   end
   local work
@@ -51,7 +56,8 @@ return function(s, w, load_key, leases_key, lease_key, prefix, id, decode_tokens
   end
   local head = struct.pack(ROW_EPOCH_TO_IN_FLIGHT, epoch, prefill + uncached, decode + context, flight + 1)
   call("HSET", load_key, worker, head .. sub(row, AFTER_IN_FLIGHT, BUSY_SHARE_AT - 1) .. work)
-  local lease = struct.pack(LEASE, epoch, slot, uncached, context, own, s.prompt, STAGE_BOOKED, #worker)
+  local matched = takes and own + JUDGED or own
+  local lease = struct.pack(LEASE, epoch, slot, uncached, context, matched, s.prompt, STAGE_BOOKED, #worker)
   call("HSET", lease_key, id, lease .. worker .. table.concat(made))
   if c then call("SET", prefix .. "c:" .. field .. ":" .. id, hashes) end
   call("ZADD", leases_key, format("%d", expires_ms), id)

@@ -167,9 +167,10 @@ return function(s, w, request)
     local own, engines, best, most, holder = ledger.own_tokens(record, state), ledger.engines(), nil, -math.huge, nil
     local known = false
     for i = 1, s.count do
-      local engine = engines[s.slots[i]]
+      local role = s.roles and s.roles[s.slots[i]]
+      local engine = (not role or role.alone or role.takes ~= 0) and engines[s.slots[i]]
       local room = engine and ADMIT * engine.capacity - engine.taken - own
-      known = known or engine ~= nil
+      known = known or engine
       if engine and (room >= 0 or engine.has_time or engine.taken == 0) then
         local held = s.matched[i] or 0
         if held * 2 > s.prompt and (not holder or held > s.matched[holder]) then holder = i end

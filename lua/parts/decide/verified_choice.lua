@@ -6,7 +6,7 @@ predecessors). If a chosen worker's set is not, its reverse set (s:) tells how m
 most 2048 blocks; beyond these the match is a lower bound and s.flagged is 1. The choice is repeated twice at most.
 
 So it is with the tiers of a chosen worker (decide/tiers), from the end of what its GPU holds. Then they are asked for
-what follows.
+what follows. And so it is with the partner of a chosen worker (decide/joint).
 
 Guarantee: only reads. Takes the state, the key prefix and the choosing function (decide/cost_rule). Shortens s.matched
 and s.confirmed if blocks are missing; prolongs s.matched by what tiers add. Returns the candidate, one word why, and
@@ -35,30 +35,38 @@ return function(s, prefix, choose)
     return whole
   end
 
-  local w, why, match_seen, chain
-  for _ = 1, MAX_CHOICES do
-    w, why = choose(s)
+  -- Cut the match of a candidate at its first gap, if its sets may have any; return whether there was none.
+  local function is_whole(w)
     local slot, flags, scheme = unpack_from(ROW_SLOT_TO_SCHEME, s.rows[w], SLOT_AT)
     local c, depth = s.chain_of[scheme], s.confirmed[w]
-    match_seen, chain = matched[w] or 0, c
-    local tiers = s.tiers
-    if tiers then tiers.seen = { candidate = w, tokens = tiers.tokens[w], seconds = tiers.seconds[w] } end
-    tiers = tiers and tiers.held[w] and c and tiers -- without a chain a tier has nothing but the prompt's last block
-    local is_whole = not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED
-    if is_whole and not tiers then break end
-    if not is_whole then
+    local tiers = s.tiers and s.tiers.held[w] and c and s.tiers -- without a chain it has but the prompt's last block
+    local whole = not depth or band(flags, FLAG_CLOSED + FLAG_PARTIAL) == FLAG_CLOSED
+    if whole and not tiers then return true end
+    if not whole then
       s.confirmed[w] = verify(slot, ARGV[c + 2], depth, 0)
-      is_whole = s.confirmed[w] == depth
-      if not is_whole and s.last_end then s.confirmed[w] = s.last_end(slot, ARGV[c + 2], s.confirmed[w]) end
-      if not is_whole and not s.speculated[w] then
+      whole = s.confirmed[w] == depth
+      if not whole and s.last_end then s.confirmed[w] = s.last_end(slot, ARGV[c + 2], s.confirmed[w]) end
+      if not whole and not s.speculated[w] then
         matched[w] = min(s.confirmed[w] * ARGV[c + 1], s.prompt)
         if tiers then tiers.held[w] = matched[w] end
       end
     end
-    if tiers then is_whole = tiers.whole(w, verify, ARGV[c + 2], ARGV[c + 1], s.prompt) and is_whole end
-    if is_whole then break end
-    if tiers then tiers.load(w) end
+    if tiers then whole = tiers.whole(w, verify, ARGV[c + 2], ARGV[c + 1], s.prompt) and whole end
+    if tiers and not whole then tiers.load(w) end
+    return whole
   end
+
+  local w, why, match_seen, chain
+  for _ = 1, MAX_CHOICES do
+    w, why = choose(s)
+    match_seen = matched[w] or 0
+    local tiers, partner = s.tiers, s.partner and s.partner[w]
+    if tiers then tiers.seen = { candidate = w, tokens = tiers.tokens[w], seconds = tiers.seconds[w] } end
+    local whole = is_whole(w)
+    if partner then whole = is_whole(partner) and whole end
+    if whole then break end
+  end
+  if s.tiers then chain = s.chain_of[unpack_from(ROW_SCHEME, s.rows[w], SCHEME_AT)] end
   if s.tiers and chain and matched[w] and not s.speculated[w] then
     s.tiers.beyond(w, matched, sub(s.rows[w], WORKER_ID_AT), verify, ARGV[chain + 2], ARGV[chain + 1], s.prompt)
   end

@@ -54,16 +54,18 @@ end
 -- A ticket stores the NAMED lowest prices with their workers, and one price for all other workers, the lowest of
 -- theirs: so turns are found without a look at every worker.
 -- Returns by candidate the prices and the seconds to compute, the least of the latter, the candidates of the lowest
--- prices, lowest first, and the candidate whose price is that of the others.
+-- prices, lowest first, and the candidate whose price is that of the others. The price is
+-- infinite where the request cannot be served.
 local function prices_of(s)
-  local own_s, compute_s, size_s, named, dearest, decode_s = {}, {}, math.huge, {}, 1, s.decode_s
+  local own_s, compute_s, size_s, named, dearest, decode_s = {}, {}, math.huge, {}, nil, s.decode_s
   for i = 1, s.count do
     compute_s[i] = (s.prompt - (s.matched[i] or 0)) / s.speed[i]
     own_s[i] = compute_s[i] + (decode_s and min(decode_s[i], s.prompt / s.median) or 0)
     size_s = min(size_s, compute_s[i])
-    if own_s[i] > own_s[dearest] then dearest = i end
-    local k = #named
-    if k <= NAMED or own_s[i] < own_s[named[k]] then
+    local k, serves = #named, s.cost[i] < math.huge
+    if not serves then own_s[i] = math.huge end
+    if serves and (not dearest or own_s[i] > own_s[dearest]) then dearest = i end
+    if serves and (k <= NAMED or own_s[i] < own_s[named[k]]) then
       if k <= NAMED then k = k + 1 end
       while k > 1 and own_s[named[k - 1]] > own_s[i] do
         named[k], k = named[k - 1], k - 1
@@ -71,7 +73,7 @@ local function prices_of(s)
       named[k] = i
     end
   end
-  return own_s, compute_s, size_s, named, #named > NAMED and named[NAMED + 1] or dearest
+  return own_s, compute_s, size_s, named, #named > NAMED and named[NAMED + 1] or dearest or 1
 end
 
 -- Tell whether a worker is computing half of the prompt or more at this moment.

@@ -27,6 +27,7 @@ from warmfleet.fleet import (
     Renewal,
     Shortfall,
     Spans,
+    Split,
     Weights,
     constants,
 )
@@ -104,7 +105,7 @@ def recorded(store: aioredis.Redis, model: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_decide_is_asked(fleet: Fleet) -> None:
     chain = Chain(5, 16, b"12345678")
     limits = ClientLimits("team-a", 47, 48)
-    place: Any = (b"8 bytes.", -3, 46, ("e",), False, True, b"\3name", ("f", "g"))
+    place: Any = (b"8 bytes.", -3, 46, ("e",), False, True, b"\3name", ("f", "g"), Split.ALLOWED)
     question = Question("wf-1", (chain,), 41, 42, "chwbl", ("a", "b"), 43, 44, ("c", "d"), 4.5, limits, *place)
     rest: list[int | bytes] = [5, 16, b"12345678"]
     asked: dict[str, Any] = {
@@ -129,6 +130,7 @@ def test_what_decide_is_asked(fleet: Fleet) -> None:
         "session": b"\3name",
         "only": "f,g",
         "ending": b"",
+        "split": 2,
     }
     assert fleet.bookings.decide_command(question, Mode.EXPLAIN) == sent_by_redis_py(
         fleet, "decide", argv("decide", rest, **asked)
@@ -149,6 +151,7 @@ CHAINS = st.lists(st.builds(Chain, NUMBERS, st.integers(16, 256), st.binary(max_
         *(st.none(), st.binary(max_size=8), st.integers(), NUMBERS, NAMES, st.booleans(), st.booleans()),
         st.binary(max_size=14),
         NAMES,
+        st.sampled_from(Split),
     ),
     mode=st.sampled_from(Mode),
     in_turn=st.booleans(),
@@ -182,6 +185,7 @@ def test_a_packed_decision_is_what_redis_py_would_send(
         session=question.session,
         only=",".join(question.only),
         ending=b"".join(lasts) if any(chain.last for chain in question.chains) else b"",
+        split=int(question.split),
     )
     assert fleet.bookings.decide_command(question, mode, in_turn=in_turn) == sent_by_redis_py(fleet, "decide", asked)
 

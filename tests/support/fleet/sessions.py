@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tests.support.fleet.keyspace import BLOCK, SCHEME, Keyspace
 
-from warmfleet.fleet import Decision, Hint, Queued, SessionEnd, SessionLimits, Standing, new_reservation
+from warmfleet.fleet import Decision, Hint, Queued, SessionEnd, SessionLimits, Split, Standing, new_reservation
 from warmfleet.fleet.rows import SESSION, SessionRecord
 from warmfleet.fleet.upkeep import Pace
 
@@ -37,6 +37,7 @@ class Sessions:
 
     def __init__(self, keyspace: Keyspace) -> None:
         self.keyspace, self.fleet = keyspace, keyspace.fleet
+        self.split = Split.ROLES_IGNORED
 
     async def bind(self, engines: int = 1, *, busy: bool = True, held_max_ms: int = 600_000) -> None:
         """Make engines that are busy and full, and let the ledger bind."""
@@ -80,7 +81,7 @@ class Sessions:
         ask = self.keyspace.ask(
             agent.hashes, reservation=new_reservation(1), tenant=agent.tenant, session=bytes([hint]) + sid
         )
-        ask.decode_tokens = ask.prompt_tokens + answer
+        ask.decode_tokens, ask.split = ask.prompt_tokens + answer, self.split
         told = await self.fleet.queue.decide_in_turn(ask)
         if isinstance(told, Decision):
             agent.asked, agent.sid, agent.held = ask, told.session, False

@@ -1,0 +1,27 @@
+--[[
+settle/learn_link: learns how long a token's blocks take from one engine to another: key links, a HASH "slot:slot" ->
+seconds per token.
+
+A sample is the time from the end of the prefill at one engine to the first token at the other, with the other's queue
+and first handshake. So the estimate follows the upper quarter of the samples, each by a small step, not their mean:
+decisions that believe a link slower than it is cost little, and those that believe it faster cost much.
+
+Guarantee: O(1). The key has MAX_LINKS fields at most: the next one begins it anew, as it has slots of former engines.
+It expires an hour after the last sample.
+Takes the key prefix, the slots of both engines, the tokens that were moved, and the seconds.
+--]]
+local call, max, min, format = redis.call, math.max, math.min, string.format
+local MAX_LINKS, LINKS_KEPT_S = 1024, 3600
+local LEAST_MOVED = 256 -- fewer tell nothing of the link
+local UP, DOWN = 1.15, 0.953 -- steps that balance at a quarter above and three quarters below
+local FASTEST_LINK, SLOWEST_LINK = 1e-8, 0.01 -- seconds per token
+
+return function(prefix, from, to, tokens, seconds)
+  if tokens < LEAST_MOVED or seconds <= 0 then return end
+  local key, field, sample = prefix .. "links", format("%d:%d", from, to), seconds / tokens
+  local known = tonumber(call("HGET", key, field) or nil)
+  if not known and call("HLEN", key) >= MAX_LINKS then call("UNLINK", key) end
+  local learned = known and known * (sample > known and UP or DOWN) or sample
+  call("HSET", key, field, format("%.4g", max(FASTEST_LINK, min(learned, SLOWEST_LINK))))
+  call("EXPIRE", key, LINKS_KEPT_S)
+end
