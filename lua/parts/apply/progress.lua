@@ -36,7 +36,7 @@ return function(state, operation, lease_key, give_back, count, parse_list, integ
   -- rounded up, so that nothing is left booked after the last prompt.
   local function started(id, cached, prompt_tokens, time)
     local lease = call("HGET", lease_key, id)
-    if lease and lease:byte(LEASE_STAGE_AT) == STAGE_ENDED and reopen then lease = reopen(id, lease) end
+    if lease and reopen then lease = reopen(id, lease) end
     local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease or NO_LEASE)
     if not lease or stage == STAGE_TOMBSTONE then return count("late") end
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return count("foreign") end

@@ -19,7 +19,8 @@ key of the leases, the server's time in ms, apply/give_back, and three functions
 parse_list(data), integers(list, first). An operation returns "unfinished" if the next call must apply its entry again.
 Returns four functions:
   confirm(ids): notes that the engine has these reservations
-  reopen(id, lease): counts the load of an ENDED lease again; returns the lease as it is then
+  reopen(id, lease): books the load of a lease again that lost it, though the engine has the request; returns the lease
+                     as it is then
   leave(): ends some of what a worker that leaves has had; returns "unfinished" if others are left
   price(name, bytes): the blocks that an entry of this operation, with data of so many bytes, takes as long as
 --]]
@@ -84,23 +85,22 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     return true
   end
 
-  -- Book a lease on the worker's row that lost its load when the worker was taken for dead.
-  local function adopt(id, lease)
-    local epoch, slot, prefill, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease)
-    if epoch == row[EPOCH_FIELD] or lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return end
-    epoch = row[EPOCH_FIELD]
-    row[PREFILL_TOKENS_FIELD] = row[PREFILL_TOKENS_FIELD] + prefill
-    give_back.request(epoch, decode, 1)
-    local head = struct.pack(LEASE, epoch, slot, prefill, decode, matched, prompt, stage, length)
-    call("HSET", lease_key, id, head .. lease:sub(LEASE_WORKER_ID_AT))
-  end
-
+  -- Book the load of a lease again that the engine goes on with: it was ENDED, or lost its load because the worker was
+  -- taken for dead, so that it has another epoch than the row.
   local function reopen(id, lease)
-    local epoch, slot, tokens, decode, matched, prompt, _, length = struct.unpack(LEASE, lease)
+    local epoch, slot, tokens, decode, matched, prompt, stage, length = struct.unpack(LEASE, lease)
+    local is_ended = stage == STAGE_ENDED
+    if not is_ended and (stage > STAGE_STARTED or epoch == row[EPOCH_FIELD]) then return lease end
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return lease end
+    if is_ended then
+      if #id >= CLIENT_AT then client_of(id).spend(-tokens) end
+      tokens, stage = 0, STAGE_STARTED
+    end
+    epoch = row[EPOCH_FIELD]
+    row[PREFILL_TOKENS_FIELD] = row[PREFILL_TOKENS_FIELD] + tokens
     give_back.request(epoch, decode, 1)
-    if #id >= CLIENT_AT then client_of(id).spend(-tokens) end
-    local reopened = struct.pack(LEASE, epoch, slot, 0, decode, matched, prompt, STAGE_STARTED, length) .. worker_id
+    local head = struct.pack(LEASE, epoch, slot, tokens, decode, matched, prompt, stage, length)
+    local reopened = head .. lease:sub(LEASE_WORKER_ID_AT)
     call("HSET", lease_key, id, reopened)
     return reopened
   end
@@ -138,12 +138,7 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     confirm(list)
     for _, id in ipairs(list) do
       local lease = call("HGET", lease_key, id)
-      local stage = lease and lease:byte(LEASE_STAGE_AT)
-      if stage == STAGE_ENDED then
-        reopen(id, lease)
-      elseif stage and stage <= STAGE_STARTED then
-        adopt(id, lease)
-      end
+      if lease then reopen(id, lease) end
     end
   end
 
