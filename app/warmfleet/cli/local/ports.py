@@ -63,3 +63,10 @@ def listen(host: str, port: int, *, shared: bool = False, chosen_by: str = "--po
         option = "--host" if error.errno == errno.EADDRNOTAVAIL else chosen_by
         raise CommandError(f"{host}:{port} cannot be used ({error.strerror}): choose another with {option}") from error
     return bound
+
+
+def check_rows(*firsts: int, count: int) -> None:
+    """Raise CommandError if replicas that take ports in a row, from these two for gateways on, would share any."""
+    if count > 1 and len(firsts) > 1 and abs(firsts[0] - firsts[1]) < count:
+        names = "WARMFLEET_EPP_PORT and WARMFLEET_EPP_HEALTH_PORT"
+        raise CommandError(f"from {names} on each replica takes a port of its own: choose two at least {count} apart")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from warmfleet.api.listening.parent import ALIVE, HEARTBEAT_S, READY, RETIRED, Listening
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local.ports import OWN_ADMIN_PORT, OWN_EPP_PORT, claim_shared, listen
+from warmfleet.cli.local.ports import OWN_ADMIN_PORT, OWN_EPP_PORT, check_rows, claim_shared, listen
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -93,6 +93,7 @@ def bind(settings: Settings, count: int) -> Shared:
         )
     if settings.admin_port and (settings.port in ports or ports[-1] > 65_535):
         raise CommandError(f"WARMFLEET_ADMIN_PORT to {ports[-1]} are the ports for operators: choose others")
+    check_rows(*filter(None, (settings.epp_port, settings.epp_health_port)), count=count)
     with claim_shared(settings.host, settings.port) as claimed:
         port = claimed.getsockname()[1]
         clients = [listen(settings.host, port, shared=True) for _ in range(count)]

@@ -23,7 +23,7 @@ from warmfleet.cli.local.engines import (
     require_simulator,
     served_names,
 )
-from warmfleet.cli.local.ports import claim_shared, free_port
+from warmfleet.cli.local.ports import check_rows, claim_shared, free_port
 from warmfleet.cli.local.store import check_store, start_store
 from warmfleet.settings import ADMIN_PORT
 
@@ -338,6 +338,10 @@ def _reasons(states: Sequence[Sequence[dict[str, Any]]]) -> str:
 
 
 def ports_for_gateways(environment: Mapping[str, str], number: int) -> dict[str, str]:
-    """Give the replica with this number (from 0 on) ports of its own, in a row as `serve --workers` does."""
+    """Give the replica with this number (from 0 on) ports of its own, in a row as `serve --workers` does. Raises
+    CommandError.
+    """
     given = {name: environment.get(name, "") for name in ("WARMFLEET_EPP_PORT", "WARMFLEET_EPP_HEALTH_PORT")}
-    return {name: str(int(port) + number) for name, port in given.items() if port.isdigit() and int(port)}
+    firsts = {name: int(port) for name, port in given.items() if port.isdigit() and int(port)}
+    check_rows(*firsts.values(), count=number + 1)
+    return {name: str(port + number) for name, port in firsts.items()}

@@ -12,11 +12,12 @@ import pytest
 from warmfleet.__main__ import main
 from warmfleet.cli import up
 from warmfleet.cli.command_error import CommandError
-from warmfleet.cli.local import engines, stack
+from warmfleet.cli.local import engines, replicas, stack
 from warmfleet.cli.local.children import Child
 from warmfleet.cli.local.engines import EngineOptions, demo_template_sha256, engine_command
 from warmfleet.cli.local.stack import Member, Plan, Stack, ports_for_gateways
 from warmfleet.cli.parser import build_parser
+from warmfleet.settings import Settings
 
 YOURS = ("http://127.0.0.1:9",)
 
@@ -109,3 +110,12 @@ def test_each_replica_has_ports_of_its_own_for_gateways() -> None:
         {"WARMFLEET_EPP_PORT": "9003"},
     ]
     assert ports_for_gateways({"WARMFLEET_EPP_PORT": "any"}, 1) == {}, "the replica says what is wrong with it"
+
+
+def test_rows_of_ports_for_gateways_that_overlap_are_refused() -> None:
+    given = {"WARMFLEET_EPP_PORT": "9002", "WARMFLEET_EPP_HEALTH_PORT": "9003"}
+    assert ports_for_gateways(given, 0) == given
+    with pytest.raises(CommandError, match="at least 2 apart"):
+        ports_for_gateways(given, 1)
+    with pytest.raises(CommandError, match="at least 2 apart"):
+        replicas.bind(Settings(epp_port=9002, epp_health_port=9003), 2)
