@@ -9,9 +9,10 @@ work on the machine hits all ways alike. A pause of 2 ms after each step stands 
 ``thread_ms``: CPU of the engine's thread for a request, that of the block hashes left out, which vLLM computes
 elsewhere. ``process_ms``: CPU of the whole process for a request, the plugin's own thread with it. Both are those of
 the least disturbed turn. ``noted_us``: the median of the CPU in which that thread notes a finished request for the
-order of eviction. ``ended_us``: the CPU in which it reports the request's end. ``step_...``: how long a step takes
-(``schedule`` and ``update_from_output``), in ms of wall time; ``step_cpu_p99_ms`` in ms of its thread's CPU, which
-other work on the machine hardly changes.
+order of eviction. ``ended_us``: the CPU in which it notes a request as new and reports its end. Other work empties the
+CPU's caches between such calls, so they take several times as long as in a loop, most of all on a busy machine.
+``step_...``: how long a step takes (``schedule`` and ``update_from_output``), in ms of wall time; ``step_cpu_p99_ms``
+in ms of its thread's CPU, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations

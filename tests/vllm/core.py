@@ -10,7 +10,6 @@ import gc
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -185,16 +184,17 @@ class Answers:
         from warmfleet_worker.vllm_hooks.engine_core import SchedulerReporter
         from warmfleet_worker.vllm_hooks.eviction import EvictionHook
 
-        # To read this clock takes microseconds on some machines, as long as what is measured.
-        clock_s = statistics.median(-(time.thread_time() - time.thread_time()) for _ in range(1_000))
-
         def time_calls(owner: Any, name: str, spent_s: list[float]) -> None:
             function = getattr(owner, name)
 
             def timed(*arguments: Any) -> None:
+                # To read this clock takes microseconds on some machines, as long as what is measured, and several times
+                # as long after a pause. So each call is timed with a reading of its own beside it.
+                before = time.thread_time()
                 began = time.thread_time()
                 function(*arguments)
-                spent_s.append(max(0.0, time.thread_time() - began - clock_s))
+                ended = time.thread_time()
+                spent_s.append((ended - began) - (began - before))
 
             setattr(owner, name, timed)
 
