@@ -50,6 +50,8 @@ TERMS = {
     "label_s": "for preferred labels that it lacks",
     "decode_s": "for the answers under way",
     "load_s": "to load what only a tier holds",
+    "room_s": "until its cache has room",
+    "partner_s": "for the engine that takes the prompt over",
 }
 TIERS = {"cpu": "in CPU memory", "disk": "on disk"}  # by the kind of tier
 #: Words for the reasons that warmfleet_fallback_requests_total counts; any other reason is an error code (REFUSED).

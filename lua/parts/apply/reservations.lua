@@ -94,7 +94,7 @@ return function(state, operation, lease_key, now, give_back, count, parse_list, 
     if lease:sub(LEASE_WORKER_ID_AT, LEASE_BYTES + length) ~= worker_id then return lease end
     if is_ended then
       if #id >= CLIENT_AT then client_of(id).spend(-tokens) end
-      tokens, stage = 0, STAGE_STARTED
+      stage, tokens = STAGE_STARTED, 0
     end
     epoch = row[EPOCH_FIELD]
     row[PREFILL_TOKENS_FIELD] = row[PREFILL_TOKENS_FIELD] + tokens

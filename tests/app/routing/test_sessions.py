@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Question, SessionEnd, Shortfall
     from warmfleet.fleet.bookings import Outcome
+    from warmfleet.fleet.handovers import Moved
 
 USER = [{"role": "user", "content": "text"}]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -151,10 +152,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[SessionEnd | None]:
         tokens: int = 0,
         shortfall: Shortfall | None = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> bytes:
         if outcome not in ("started", "due"):
             told.append(session)
-        return command(bookings, reservation, outcome, tokens, shortfall)
+        return command(bookings, reservation, outcome, tokens, shortfall, moved=moved)
 
     monkeypatch.setattr(Bookings, "decision", with_session)
     monkeypatch.setattr(Bookings, "settle_command", noted)
