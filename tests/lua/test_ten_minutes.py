@@ -176,7 +176,8 @@ async def test_over_the_limit_and_back(
     own_fleet = Fleet(own_store, model, timeouts=PATIENT)
     own_fleet.upkeep.pace = SECONDS.pace
     tracker, drive, reporter = Tracker(), Drive(own_fleet, SECONDS.step_s), ReportingWorker(own_store, own_fleet, "w1")
-    limit = (await own_fleet.index.memory()).used + 6 * MB
+    await own_store.setrange("ballast", 12 * MB, b"x")  # a share of this limit holds a hash table that doubles
+    limit = (await own_fleet.index.memory()).used + 12 * MB
     await own_store.config_set("maxmemory", limit)
 
     async def flagged() -> bool:

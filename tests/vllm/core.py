@@ -177,7 +177,7 @@ class Answers:
         self.core = core
         self.said = said
         self.noted_s: list[float] = []
-        self.ended_s: list[float] = []  # three for each request: noted as new, as ended, reported
+        self.ended_s: list[float] = []  # three for each request: noted as new, as ended, reported at the step's end
         self._time_notes()
 
     def _time_notes(self) -> None:
@@ -201,7 +201,7 @@ class Answers:
         time_calls(EvictionHook, "_freed", self.noted_s)
         time_calls(SchedulerReporter, "added", self.ended_s)
         time_calls(SchedulerReporter, "freed", self.ended_s)
-        time_calls(SchedulerReporter, "updated", self.ended_s)
+        time_calls(SchedulerReporter, "_report_freed", self.ended_s)
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
         """Run this many requests to their end, four at a time; every second one continues an earlier prompt.

@@ -16,7 +16,7 @@ from tests.support.polling import poll
 from tests.worker_plugin.test_vllm_hooks import plain_reporter
 
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.reservations import ENDED_QUEUE, LOST, MOST_RUNNING, Reservations
+from warmfleet_worker.reservations import LOST, MOST_RUNNING, MOST_WAITING, Reservations
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -154,16 +154,17 @@ def test_a_part_that_comes_after_the_first_ones_end_was_told_loses_no_tokens() -
 
 def test_what_was_told_as_ended_is_bounded() -> None:
     told = engine_with()
-    for number in range(ENDED_QUEUE + 10):
+    for number in range(MOST_WAITING + 10):
         told.end(request_id(f"wf-{number:022}"), 1, "stop")
         told.take(1)
-    assert len(told._over) == ENDED_QUEUE
+    assert len(told._over) == MOST_WAITING
 
 
 def test_a_count_that_is_wrong_lasts_until_the_second_look() -> None:
     """A request whose end the hook has not seen would keep its reservation forever."""
     told = Reservations(list)
     told.arrive(request_id(ONE))
+    assert told.take(0) == ([], [])
     told.start([ONE])
     assert told.compare() == ([], [])
     assert told.compare() == ([(ONE, 0, LOST)], [])
@@ -172,13 +173,14 @@ def test_a_count_that_is_wrong_lasts_until_the_second_look() -> None:
     assert told.take(1) == ([ONE], [(ONE, 6, "stop")])
 
 
-def test_the_queue_of_ends_is_bounded_and_foreign_requests_are_left_out() -> None:
+def test_the_queues_are_bounded_and_foreign_requests_are_left_out() -> None:
     told = engine_with()
-    for _ in range(ENDED_QUEUE + 10):
-        told.end("cmpl-foreign", 1, "stop")
-        told.end(request_id(ONE), 1, "stop")
-    assert len(told) == ENDED_QUEUE
-    assert told.take(ENDED_QUEUE) == ([], [(ONE, ENDED_QUEUE, "stop")])
+    for _ in range(MOST_WAITING + 10):
+        for name in ("cmpl-foreign", request_id(ONE)):
+            told.arrive(name)
+            told.end(name, 1, "stop")
+    assert len(told) == len(told._arrived) == MOST_WAITING
+    assert told.take(MOST_WAITING) == ([], [(ONE, MOST_WAITING // 2, "stop")])
 
 
 def test_an_engine_with_too_many_requests_cannot_tell_which_it_has() -> None:

@@ -1,8 +1,8 @@
 """The reservations that an engine has, and those that it has ended, as the publisher tells them to Redis.
 
 A reservation may be several requests of the engine (several answers or prompts, the steps of a beam search), and ends
-with the last one. So the engine's thread counts the requests of each as they come and go, and appends those that have
-ended to a bounded queue; all else is the work of the publisher's thread.
+with the last of them. The engine's thread only appends the requests that come and those that go to two bounded queues;
+to find their reservations and to count is the work of the publisher's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     #: A reservation's id, the number of tokens of its answers, and why it ended: a word of vLLM's, or LOST.
     End = tuple[str, int, str]
 
-ENDED_QUEUE = 4_096  # most ended requests that wait for the publisher; those beyond are noticed at a heartbeat
+MOST_WAITING = 4_096  # most requests in each queue; those beyond are noticed at a heartbeat
 MOST_RUNNING = 2_048  # with more reservations the engine cannot tell which it has, so routers must renew them
 LOST = "lost"  # the reason of an end that was noticed only because the engine no longer has the request
 
@@ -32,12 +32,12 @@ class Reservations:
 
     def __init__(self, requests: Callable[[], Collection[str] | None]) -> None:
         self._requests = requests
+        self._arrived: deque[str] = deque(maxlen=MOST_WAITING)  # the engine's own ids of requests
+        self._ended: deque[tuple[str, int, object]] = deque(maxlen=MOST_WAITING)  # such an id, output tokens, reason
         self._counts: dict[str, int] = {}  # the number of requests that the engine has of each reservation
-        self._ended: deque[tuple[str, int, str, bool]] = deque(maxlen=ENDED_QUEUE)  # the last: none was left
-        self._back: deque[str] = deque(maxlen=ENDED_QUEUE)  # told as ended, but the engine has more of their requests
         self._running: dict[str, None] = {}  # the reservations that Redis was told the engine has, in that order
         self._tokens: dict[str, int] = {}  # tokens of the ended requests of a reservation that has others
-        self._over: OrderedDict[str, int] = OrderedDict()  # tokens of those last told as ended, ENDED_QUEUE at most
+        self._over: OrderedDict[str, int] = OrderedDict()  # tokens of those last told as ended, MOST_WAITING at most
         self._gone: set[str] = set()  # of all the above, those that the engine did not have at the last look
         self._untold: set[str] = set()  # those that it had then, though Redis was not told
 
@@ -54,30 +54,16 @@ class Reservations:
 
     def arrive(self, request_id: str) -> None:
         """Note that the engine has one more request."""
-        found = wire.reservation_of(request_id)
-        if found is None:
-            return
-        reservation, _child = found
-        count = self._counts.get(reservation, 0)
-        self._counts[reservation] = count + 1
-        if not count and reservation in self._over:
-            self._back.append(reservation)
+        self._arrived.append(request_id)
 
-    def end(self, request_id: str, output_tokens: int, reason: str) -> None:
-        """Note that the engine has finished or aborted one of its requests."""
-        found = wire.reservation_of(request_id)
-        if found is None:
-            return
-        reservation, _child = found
-        left = self._counts.pop(reservation, 1) - 1
-        if left:
-            self._counts[reservation] = left
-        self._ended.append((reservation, output_tokens, reason, not left))
+    def end(self, request_id: str, output_tokens: int, reason: object) -> None:
+        """Note that the engine has finished or aborted one of its requests. reason: ``str`` of it is told."""
+        self._ended.append((request_id, output_tokens, reason))
 
     def forget(self) -> None:
         """Forget all that was told, because another pool is told from now on."""
-        told = self._counts, self._ended, self._back, self._running, self._tokens, self._over, self._gone, self._untold
-        for kept in told:
+        waiting, told = (self._arrived, self._ended), (self._running, self._tokens, self._over)
+        for kept in (*waiting, *told, self._counts, self._gone, self._untold):
             kept.clear()
 
     def restart(self) -> list[str] | None:
@@ -104,17 +90,39 @@ class Reservations:
         those that have ended now, with the tokens of all their requests.
         """
         taken = [self._ended.popleft() for _ in range(number)]
-        touched = [self._back.popleft() for _ in range(len(self._back))] + [reservation for reservation, *_ in taken]
-        back = [each for each in dict.fromkeys(touched) if each in self._over]
-        self._tokens.update((each, self._over.pop(each)) for each in back)
-        self.start(back)
+        back = self._count_arrivals()  # after the line above, so that every request that has ended is counted
         reasons: dict[str, str] = {}
-        for reservation, tokens, reason, last in taken:
+        for request_id, tokens, reason in taken:
+            reservation = _reservation_of(request_id)
+            if not reservation:
+                continue
+            back += self._again(reservation)
             self._tokens[reservation] = self._tokens.get(reservation, 0) + tokens
-            reasons.pop(reservation, None)
-            if last and reservation not in self._counts:  # none has come since
-                reasons[reservation] = reason
+            left = self._counts.pop(reservation, 1) - 1
+            if left:
+                self._counts[reservation] = left
+            else:
+                reasons[reservation] = str(reason)
+        self.start(back)
         return back, self._told([(each, self._tokens.pop(each), reason) for each, reason in reasons.items()])
+
+    def _count_arrivals(self) -> list[str]:
+        """Count the requests that have come. Returns reservations among them that were told as ended."""
+        back: list[str] = []
+        for _ in range(len(self._arrived)):
+            reservation = _reservation_of(self._arrived.popleft())
+            if reservation:
+                self._counts[reservation] = self._counts.get(reservation, 0) + 1
+                back += self._again(reservation)
+        return back
+
+    def _again(self, reservation: str) -> list[str]:
+        """Return the reservation if it was told as ended, which is undone; else nothing."""
+        tokens = self._over.pop(reservation, None)
+        if tokens is None:
+            return []
+        self._tokens[reservation] = tokens
+        return [reservation]
 
     def compare(self) -> tuple[list[End], list[str]] | None:
         """Compare what Redis was told with what the engine has. Call it once in HEARTBEAT_SECONDS.
@@ -126,7 +134,7 @@ class Reservations:
         present = self._present()
         if present is None:
             return None
-        gone = {*self._running, *list(self._counts), *self._tokens} - present  # ``list`` of a dict is one atomic call
+        gone = {*self._running, *self._counts, *self._tokens} - present
         untold = present - self._running.keys()
         lost, waiting = sorted(gone & self._gone), sorted(untold & self._untold)
         self._gone, self._untold = gone, untold
@@ -142,7 +150,7 @@ class Reservations:
         for reservation, tokens, _reason in ends:
             self._running.pop(reservation, None)
             self._over[reservation] = tokens
-            if len(self._over) > ENDED_QUEUE:
+            if len(self._over) > MOST_WAITING:
                 self._over.popitem(last=False)
         return ends
 
@@ -150,5 +158,11 @@ class Reservations:
         requests = self._requests()
         if requests is None:
             return None
-        present = {found[0] for found in map(wire.reservation_of, requests) if found is not None}
+        present = set(map(_reservation_of, requests)) - {""}
         return present if len(present) <= MOST_RUNNING else None
+
+
+def _reservation_of(request_id: str) -> str:
+    """Return the reservation of an engine's request; empty if no router sent the request."""
+    found = wire.reservation_of(request_id)
+    return found[0] if found is not None else ""

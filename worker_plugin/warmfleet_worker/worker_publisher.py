@@ -145,7 +145,7 @@ class WorkerPublisher:
         if self._reservations is not None:
             self._reservations.arrive(request_id)
 
-    def ended(self, request_id: str, output_tokens: int, reason: str) -> None:
+    def ended(self, request_id: str, output_tokens: int, reason: object) -> None:
         """Report that a request of the engine was finished or aborted. Called by the engine's thread.
 
         Call it after ``progress`` of the same request. It wakes nobody up: the report goes with the next flush.

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 IN_MEMORY = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction")
 QUIET = (*IN_MEMORY, "--bind", "127.0.0.1", *KEEPS_ENVIRONMENT)
-PORTS = range(10_000, 20_000)  # below the ports of outgoing connections, as are the ports of a Cluster's bus
+BUS = 10_000  # the bus of a Cluster's node listens this far above its port
+#: Both below the ports that routers and engines of other tests choose (cli/local/ports.py).
+PORTS = range(4_000, 10_000)
 
 
 @dataclass
@@ -53,14 +55,18 @@ class Node:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports from which no outgoing connection takes one meanwhile. A Cluster's bus listens 10,000 above."""
+    """Return ports that are free, as are those of their buses, and of which no outgoing connection takes one."""
     found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(found) == count:
             break
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError), _listening(port), _listening(port + BUS):
             found.append(port)
     return found
+
+
+def _listening(port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
 
 
 @dataclass

@@ -159,7 +159,7 @@ class SchedulerReporter:
         self._images_unreadable = False
         self._reports_ends, self._ends_unreadable, self._requests_unreadable = not _lacks(Part.ENDS), False, False
         self.updates = False  # whether vLLM is reading a step's result
-        self._freed: list[tuple[str, int, str]] = []  # requests that have left the engine in that result
+        self._freed: list[tuple[str, int, object]] = []  # requests that have left the engine in that result
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._eviction = hook = eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
@@ -287,7 +287,7 @@ class SchedulerReporter:
         if self._publisher is None or self._ends_unreadable:
             return
         with swallow_errors("could not read the end of a request", Part.ENDS.value):
-            self._freed.append((request.request_id, request.num_output_tokens, str(request.get_finished_reason())))
+            self._freed.append((request.request_id, request.num_output_tokens, request.get_finished_reason()))
             if not self.updates:
                 self._report_freed(self._publisher)
             return
