@@ -61,7 +61,8 @@ class Reports:
         if reservation is None or halves is None:
             return ""
         self.present[request_id] = None
-        halves.worker.arrived(request_id)
+        if halves.worker.reservations is not None:
+            halves.worker.reservations.arrive(request_id)
         halves.worker.progress(reservation, 0, PROMPT_TOKENS)
         return request_id
 
@@ -69,7 +70,8 @@ class Reports:
         """Report the end of a request; a second call does nothing."""
         if request_id in self.present and self._engine.halves is not None:
             del self.present[request_id]
-            self._engine.halves.worker.ended(request_id, tokens, "stop")
+            if (told := self._engine.halves.worker.reservations) is not None:
+                told.end([(request_id, tokens, "stop")])
 
 
 class Stub(asyncio.Protocol):

@@ -105,12 +105,13 @@ async def test_prefills_of_reservations_are_reported(valkey_url: str, model: str
 
 async def test_ends_of_requests_are_reported(valkey_url: str, model: str) -> None:
     engine = Engine(config(StepCosts(0.02, 0.0)), demo_identity(), Served(("demo",)))
-    reports: list[tuple[str, int, str]] = []
+    reports: list[tuple[str, int, object]] = []
     ids = {"X-Request-Id": "wf-" + "a" * 22 + ".x"}
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url) as http:
         engine.join(Membership(valkey_url, model, ("demo",), "s1", up.url), {})
         assert engine.halves is not None
-        engine.halves.worker.ended = lambda *report: reports.append(report)  # type: ignore[method-assign]
+        assert engine.halves.worker.reservations is not None
+        engine.halves.worker.reservations.end = reports.extend
         body = {"prompt": list(range(40)), "max_tokens": 3, "ignore_eos": True, "stream": True}
         await http.post("/v1/completions", json=body, headers=ids)
         assert [(tokens, reason) for _, tokens, reason in reports] == [(3, "length")]

@@ -28,7 +28,8 @@ ONE, OTHER, SEVERAL = reservation(1), reservation(2), reservation(3, "-")
 
 @pytest.mark.in_turn
 async def test_an_end_arrives_with_the_next_flush_behind_its_prefill(fleet: Fleet, redis_url: str, model: str) -> None:
-    with publishing(redis_url, model, Tracker(), requests=list) as publisher:
+    told_of = Reservations(list)
+    with publishing(redis_url, model, Tracker(), reservations=told_of) as publisher:
         await poll(lambda: publisher.state.joined)
         told: dict[str, float] = {}
         for number in range(15):
@@ -36,7 +37,7 @@ async def test_an_end_arrives_with_the_next_flush_behind_its_prefill(fleet: Flee
             reserved = reservation(number)
             told[reserved] = time.time()
             publisher.progress(reserved, 0, 100)
-            publisher.ended(request_id(reserved), 7, "stop")
+            told_of.end([(request_id(reserved), 7, "stop")])
         await asyncio.sleep(0.2)
         delays, prefilled = {}, set()
         for entry_id, entry in await stream(fleet):
@@ -51,19 +52,10 @@ async def test_an_end_arrives_with_the_next_flush_behind_its_prefill(fleet: Flee
         assert sorted(delays.values())[len(delays) // 4] <= wire.FLUSH_SECONDS
 
 
-def test_an_end_wakes_nobody_up(redis_url: str, model: str) -> None:
-    """The report has a second; each wake would cost the engine half a millisecond of CPU."""
-    publisher = WorkerPublisher(config(redis_url, model), Tracker(), requests=list)
-    publisher.arrived(request_id(ONE))
-    publisher.ended(request_id(ONE), 7, "stop")
-    assert not publisher._wake.is_set()
-
-
 async def test_an_engine_without_the_report_tells_nothing_of_it(fleet: Fleet, redis_url: str, model: str) -> None:
     with publishing(redis_url, model, Tracker()) as publisher:
         await poll(lambda: publisher.state.joined)
         publisher.progress(ONE, 0, 100)
-        publisher.ended(request_id(ONE), 7, "stop")
 
         async def prefilled() -> bool:
             return b"progress" in [entry[b"o"] for _, entry in await stream(fleet)]
@@ -113,9 +105,9 @@ PARTS = {
 def test_a_reservation_ends_with_the_last_of_its_requests(parts: list[str]) -> None:
     """Also in an engine that cannot tell which requests it has, because it has too many or after an error."""
     told = engine_with(*parts)
-    told.end(parts[1], 5, "stop")
+    told.end([(parts[1], 5, "stop")])
     assert told.take(1) == ([], [])
-    told.end(parts[0], 6, "length")
+    told.end([(parts[0], 6, "length")])
     reserved = SEVERAL if SEVERAL in parts[0] else ONE
     assert told.take(1) == ([], [(reserved, 11, "length")])
 
@@ -124,7 +116,7 @@ def test_parts_that_end_in_the_same_step_are_one_end() -> None:
     names = [request_id(ONE, child) for child in range(3)]
     told = engine_with(*names)
     for name in names:
-        told.end(name, 5, "stop")
+        told.end([(name, 5, "stop")])
     assert told.take(1) == ([], []), "the publisher may have read the length of the queue between two of them"
     assert told.take(2) == ([], [(ONE, 15, "stop")])
 
@@ -132,22 +124,22 @@ def test_parts_that_end_in_the_same_step_are_one_end() -> None:
 def test_a_part_that_comes_before_the_first_ones_end_is_told_joins_it() -> None:
     first, second = (request_id(ONE, child) for child in range(2))
     told = engine_with(first)
-    told.end(first, 5, "length")
+    told.end([(first, 5, "length")])
     told.arrive(second)
     assert told.take(1) == ([], [])
-    told.end(second, 6, "length")
+    told.end([(second, 6, "length")])
     assert told.take(1) == ([], [(ONE, 11, "length")])
 
 
 def test_a_part_that_comes_after_the_first_ones_end_was_told_loses_no_tokens() -> None:
     first, second = (request_id(ONE, child) for child in range(2))
     told = engine_with(first)
-    told.end(first, 5, "length")
+    told.end([(first, 5, "length")])
     assert told.take(1) == ([], [(ONE, 5, "length")])
     told.arrive(second)
     assert told.take(0) == ([ONE], []), "the engine has it again"
     assert told.running == [ONE]
-    told.end(second, 6, "length")
+    told.end([(second, 6, "length")])
     assert told.take(1) == ([], [(ONE, 11, "length")])
     assert told.running == []
 
@@ -155,7 +147,7 @@ def test_a_part_that_comes_after_the_first_ones_end_was_told_loses_no_tokens() -
 def test_what_was_told_as_ended_is_bounded() -> None:
     told = engine_with()
     for number in range(MOST_WAITING + 10):
-        told.end(request_id(f"wf-{number:022}"), 1, "stop")
+        told.end([(request_id(f"wf-{number:022}"), 1, "stop")])
         told.take(1)
     assert len(told._over) == MOST_WAITING
 
@@ -169,7 +161,7 @@ def test_a_count_that_is_wrong_lasts_until_the_second_look() -> None:
     assert told.compare() == ([], [])
     assert told.compare() == ([(ONE, 0, LOST)], [])
     told.arrive(request_id(ONE))
-    told.end(request_id(ONE), 6, "stop")
+    told.end([(request_id(ONE), 6, "stop")])
     assert told.take(1) == ([ONE], [(ONE, 6, "stop")])
 
 
@@ -178,7 +170,7 @@ def test_the_queues_are_bounded_and_foreign_requests_are_left_out() -> None:
     for _ in range(MOST_WAITING + 10):
         for name in ("cmpl-foreign", request_id(ONE)):
             told.arrive(name)
-            told.end(name, 1, "stop")
+            told.end([(name, 1, "stop")])
     assert len(told) == len(told._arrived) == MOST_WAITING
     assert told.take(MOST_WAITING) == ([], [(ONE, MOST_WAITING // 2, "stop")])
 
@@ -198,7 +190,7 @@ def test_an_engine_that_cannot_tell_what_it_has_sends_no_tally_and_says_so_once(
     redis_url: str, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     present: list[str] | None = []
-    publisher = WorkerPublisher(config(redis_url, model), Tracker(), requests=lambda: present)
+    publisher = WorkerPublisher(config(redis_url, model), Tracker(), reservations=Reservations(lambda: present))
     store, at = redis.Redis.from_url(redis_url), 1_000.0
     events = wire.Keys(model).events(WORKER)
 
@@ -223,7 +215,7 @@ def test_an_engine_that_cannot_tell_what_it_has_sends_no_tally_and_says_so_once(
 
 
 class Heard:
-    """In place of the publisher."""
+    """In place of the publisher and of its reservations."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
@@ -231,22 +223,20 @@ class Heard:
     def progress(self, reserved: str, _cached: int, _prompt: int) -> None:
         self.told.append(("progress", reserved))
 
-    def arrived(self, name: str) -> None:
+    def arrive(self, name: str) -> None:
         self.told.append(("arrived", name))
 
-    def ended(self, name: str, _tokens: int, reason: str) -> None:
-        self.told.append((reason, name))
+    def end(self, ended: list[tuple[str, int, str]]) -> None:
+        self.told += [(status, name) for name, _tokens, status in ended]
 
 
 def request_of(name: str, *, finished: bool = True) -> Any:
-    return SimpleNamespace(
-        request_id=name, num_output_tokens=3, get_finished_reason=lambda: "stop", is_finished=lambda: finished
-    )
+    return SimpleNamespace(request_id=name, num_output_tokens=3, status="stop", is_finished=lambda: finished)
 
 
 def test_an_end_in_a_step_is_told_behind_the_steps_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter, heard = plain_reporter(monkeypatch, {}), Heard()
-    reporter._publisher = heard
+    reporter._publisher = reporter._reporting = heard
     stats = SimpleNamespace(num_cached_tokens=0, num_prompt_tokens=9)
     output = SimpleNamespace(outputs=[SimpleNamespace(request_id=request_id(ONE), prefill_stats=stats)])
     step = SimpleNamespace(total_num_scheduled_tokens=9, num_scheduled_tokens={"": 9}, scheduled_spec_decode_tokens={})
@@ -265,7 +255,7 @@ def test_a_request_arrives_once(monkeypatch: pytest.MonkeyPatch) -> None:
     name = request_id(ONE)
     requests: dict[str, Any] = {}
     reporter, heard = plain_reporter(monkeypatch, requests), Heard()
-    reporter._publisher = heard
+    reporter._publisher = reporter._reporting = heard
     for _ in range(2):
         reporter.added(request_of(name, finished=False))
         requests[name] = request_of(name, finished=False)
@@ -276,7 +266,7 @@ def test_a_request_arrives_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_after_an_error_the_engine_cannot_tell(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
     """Its counts may be wrong from then on."""
     reporter = plain_reporter(monkeypatch, {})
-    reporter._publisher = Heard()
+    reporter._publisher = reporter._reporting = Heard()
     assert reporter.requests() == []
     getattr(reporter, report)(object())
     assert reporter.requests() is None
@@ -285,7 +275,7 @@ def test_after_an_error_the_engine_cannot_tell(monkeypatch: pytest.MonkeyPatch, 
 def test_requests_of_a_pool_that_the_engine_has_left_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = {name: request_of(name, finished=False) for name in (request_id(ONE), request_id(OTHER))}
     reporter, heard = plain_reporter(monkeypatch, requests), Heard()
-    reporter._publisher = heard
+    reporter._publisher = reporter._reporting = heard
     assert reporter.requests() == list(requests)
     reporter.moved()
     reporter.freed(requests[request_id(ONE)])
@@ -301,7 +291,7 @@ def test_an_engine_whose_requests_cannot_be_read_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter = plain_reporter(monkeypatch, {"": object()})
-    reporter._publisher = Heard()
+    reporter._publisher = reporter._reporting = Heard()
     for _ in range(2):
         assert reporter.requests() is None
         reporter.freed(object())

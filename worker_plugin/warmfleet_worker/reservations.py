@@ -26,14 +26,20 @@ LOST = "lost"  # the reason of an end that was noticed only because the engine n
 class Reservations:
     """What Redis was told about reservations.
 
-    The engine's thread calls ``arrive`` and ``end``, the publisher's thread all else.
-    requests: returns the engine's own ids of the requests that it has and has not finished; None if it cannot tell.
+    The engine's thread calls ``arrive`` with the engine's own id of each request that comes, and ``end`` with (id,
+    output tokens, status) of some that it has finished or aborted, after the publisher was told of their prefills. Both
+    are methods of a ``deque``: between two steps of an engine a Python call costs microseconds. The publisher's thread
+    calls all else. requests: returns the ids of the requests that the engine has and has not finished; None if it
+    cannot tell. reason_of: returns the word of vLLM's for a status.
     """
 
-    def __init__(self, requests: Callable[[], Collection[str] | None]) -> None:
-        self._requests = requests
-        self._arrived: deque[str] = deque(maxlen=MOST_WAITING)  # the engine's own ids of requests
-        self._ended: deque[tuple[str, int, object]] = deque(maxlen=MOST_WAITING)  # such an id, output tokens, reason
+    def __init__(
+        self, requests: Callable[[], Collection[str] | None], reason_of: Callable[[object], str] = str
+    ) -> None:
+        self._requests, self._reason_of = requests, reason_of
+        self._arrived: deque[str] = deque(maxlen=MOST_WAITING)
+        self._ended: deque[tuple[str, int, object]] = deque(maxlen=MOST_WAITING)
+        self.arrive, self.end = self._arrived.append, self._ended.extend
         self._counts: dict[str, int] = {}  # the number of requests that the engine has of each reservation
         self._running: dict[str, None] = {}  # the reservations that Redis was told the engine has, in that order
         self._tokens: dict[str, int] = {}  # tokens of the ended requests of a reservation that has others
@@ -51,14 +57,6 @@ class Reservations:
 
     def digest(self) -> wire.Digest:
         return wire.reservations_digest(self._running)
-
-    def arrive(self, request_id: str) -> None:
-        """Note that the engine has one more request."""
-        self._arrived.append(request_id)
-
-    def end(self, request_id: str, output_tokens: int, reason: object) -> None:
-        """Note that the engine has finished or aborted one of its requests. reason: ``str`` of it is told."""
-        self._ended.append((request_id, output_tokens, reason))
 
     def forget(self) -> None:
         """Forget all that was told, because another pool is told from now on."""
@@ -92,7 +90,7 @@ class Reservations:
         taken = [self._ended.popleft() for _ in range(number)]
         back = self._count_arrivals()  # after the line above, so that every request that has ended is counted
         reasons: dict[str, str] = {}
-        for request_id, tokens, reason in taken:
+        for request_id, tokens, status in taken:
             reservation = _reservation_of(request_id)
             if not reservation:
                 continue
@@ -102,7 +100,7 @@ class Reservations:
             if left:
                 self._counts[reservation] = left
             else:
-                reasons[reservation] = str(reason)
+                reasons[reservation] = self._reason_of(status)
         self.start(back)
         return back, self._told([(each, self._tokens.pop(each), reason) for each, reason in reasons.items()])
 

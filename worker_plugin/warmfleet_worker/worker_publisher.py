@@ -1,8 +1,8 @@
 """The thread that writes one engine core's stream into Redis. The protocol is tabled in lua/README.md.
 
-The engine's thread only appends to bounded queues (``Transitions``, ``progress``, ``ended``). Everything else runs in
-one daemon thread, and every wait, error and retry happens there. That thread shares the GIL with the engine, so its
-work is paced: at most DRAIN_RECORDS changes or BURST_CHUNKS chunks between two round trips to Redis.
+The engine's thread only appends to bounded queues (``Transitions``, ``progress``, ``Reservations``). Everything else
+runs in one daemon thread, and every wait, error and retry happens there. That thread shares the GIL with the engine, so
+its work is paced: at most DRAIN_RECORDS changes or BURST_CHUNKS chunks between two round trips to Redis.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from warmfleet_worker.command import Command, Rival
 from warmfleet_worker.config import Due, PublisherConfig, PublisherState
 from warmfleet_worker.load import LOAD_CHECK_SECONDS, Load, SmoothedLoad, Standstill
 from warmfleet_worker.protocol import wire
-from warmfleet_worker.reservations import Reservations
 from warmfleet_worker.seen_images import SeenImages
 from warmfleet_worker.snapshot import Snapshot
 from warmfleet_worker.stream import MAX_PENDING, Outage, Refused, StreamGone, StreamWriter, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet_worker.pool_assignment import PoolAssignment
-    from warmfleet_worker.reservations import End
+    from warmfleet_worker.reservations import End, Reservations
     from warmfleet_worker.tracker import Run, Transitions
 
 logger = logging.getLogger("vllm.warmfleet")
@@ -53,13 +52,14 @@ class SnapshotRequest:
 class WorkerPublisher:
     """Publishes the changes that ``transitions`` queues and the load that ``load()`` returns.
 
-    ``start``, ``progress``, ``arrived``, ``ended`` and ``stop`` may be called from any thread; only ``stop`` waits, up
-    to its timeout. ``load`` is called in the publisher's thread. assignment: names the pool to join; without it, the
-    pool is ``config.model``. moved: called in the publisher's thread when the worker has left a pool for another.
-    yielded: called there with the reservations whose sessions the engine shall evict first; without it, nobody asks for
-    them. sets: the changes of further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured
-    picoseconds that loading a byte takes; called there. requests: for an engine that reports all requests by
-    ``arrived`` and ``ended``: see ``Reservations``. ``images``: what the engine has seen, which its thread notes there.
+    ``start``, ``progress`` and ``stop`` may be called from any thread; only ``stop`` waits, up to its timeout. ``load``
+    is called in the publisher's thread. assignment: names the pool to join; without it, the pool is ``config.model``.
+    moved: called in the publisher's thread when the worker has left a pool for another. yielded: called there with the
+    reservations whose sessions the engine shall evict first; without it, nobody asks for them. sets: the changes of
+    further sets of blocks, by kind. ps_per_byte: returns by kind of tier the measured picoseconds that loading a byte
+    takes; called there. reservations: of an engine that reports there all requests that come and end; the report of an
+    end wakes nobody up, and goes with the next flush. ``images``: what the engine has seen, which its thread notes
+    there.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class WorkerPublisher:
         yielded: Callable[[list[str]], None] | None = None,
         sets: Mapping[str, Transitions] | None = None,
         ps_per_byte: Callable[[], Mapping[str, int]] = dict,
-        requests: Callable[[], Collection[str] | None] | None = None,
+        reservations: Reservations | None = None,
     ) -> None:
-        self.config = config = replace(config, ends=requests is not None)
-        self._reservations = None if requests is None else Reservations(requests)
+        self.config = config = replace(config, ends=reservations is not None)
+        self.reservations = reservations
         self._main = BlockSet(transitions)
         self._further = [BlockSet(further, kind) for kind, further in (sets or {}).items()]
         self._ps_per_byte = ps_per_byte
@@ -140,19 +140,6 @@ class WorkerPublisher:
         if not self._wake.is_set():
             self._wake.set()
 
-    def arrived(self, request_id: str) -> None:
-        """Note that a request has come to the engine. Called by the engine's thread."""
-        if self._reservations is not None:
-            self._reservations.arrive(request_id)
-
-    def ended(self, request_id: str, output_tokens: int, reason: object) -> None:
-        """Report that a request of the engine was finished or aborted. Called by the engine's thread.
-
-        Call it after ``progress`` of the same request. It wakes nobody up: the report goes with the next flush.
-        """
-        if self._reservations is not None:
-            self._reservations.end(request_id, output_tokens, reason)
-
     def stop(self, timeout: float = 1.0) -> None:
         """Say goodbye to the fleet and end the thread.
 
@@ -205,7 +192,7 @@ class WorkerPublisher:
         if not self._state.joined or (self._stream.moved and not self._state.acknowledged):
             self._join(now)
         self._stream.flush()  # entries that an earlier, failed step has not sent
-        ended = len(self._reservations or ())  # read before `progress`, which the engine calls first
+        ended = len(self.reservations or ())  # read before `progress`, which the engine calls first
         prefilled = len(self._progress)
         self._notice_losses(now)
         if self._snapshot_request is not None and self._snapshot is None:
@@ -217,11 +204,11 @@ class WorkerPublisher:
         else:
             self._put_chunks(self._snapshot)
         self._put_progress(prefilled)
-        if self._reservations is not None:
-            back, ends = self._reservations.take(ended)
+        if self.reservations is not None:
+            back, ends = self.reservations.take(ended)
             self._put_running(back, whole=False)
             self._put_ends(ends)
-            self._tell_all(self._reservations)
+            self._tell_all(self.reservations)
         if self._stopping.is_set():
             self._stream.put("leave")
         elif (load := self._heartbeat_due(now)) is not None:
@@ -266,8 +253,8 @@ class WorkerPublisher:
                 self._stream.flush()
         self._stream.close()
         self._open(tag)
-        if self._reservations is not None:
-            self._reservations.forget()
+        if self.reservations is not None:
+            self.reservations.forget()
         self._update(joined=False, acknowledged=False)
         if self._state.joins:
             self._moved()
@@ -298,8 +285,8 @@ class WorkerPublisher:
         for start in range(0, prefilled, wire.PROGRESS_PER_ENTRY):
             some = done[start : start + wire.PROGRESS_PER_ENTRY]
             self._stream.put("progress", wire.dumps(some))
-            if self._reservations is not None:
-                self._reservations.start([reservation for reservation, _cached, _prompt in some])
+            if self.reservations is not None:
+                self.reservations.start([reservation for reservation, _cached, _prompt in some])
 
     def _put_ends(self, ends: Sequence[End]) -> None:
         for start in range(0, len(ends), wire.PROGRESS_PER_ENTRY):
@@ -466,8 +453,8 @@ class WorkerPublisher:
         )
         if self._further and comparable and not any(each.copying for each in self._further):
             self._put_digests()
-        if self._reservations is not None:
-            self._put_tally(self._reservations, now)
+        if self.reservations is not None:
+            self._put_tally(self.reservations, now)
         self._stream.put("heartbeat", heartbeat.encode())
         self._evicted_blocks = 0
         self._due.after_heartbeat(now)

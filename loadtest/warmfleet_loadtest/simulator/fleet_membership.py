@@ -9,6 +9,7 @@ from warmfleet_loadtest.simulator.api import VERSION
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.pool_assignment import core_assignment, server_assignment
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.reservations import Reservations
 from warmfleet_worker.server_publisher import ServerConfig, ServerPublisher
 from warmfleet_worker.worker_publisher import WorkerPublisher
 
@@ -65,9 +66,9 @@ class Halves:
             transfer=transfer,
         )
         yielded = eviction.yield_sessions if eviction is not None else None
-        requests = core.requests if membership.reports_ends else None
+        self._told = Reservations(core.requests) if membership.reports_ends else None
         self.worker = WorkerPublisher(
-            config, tracker, core.load, core_assignment(config), core.moved, yielded, requests=requests
+            config, tracker, core.load, core_assignment(config), core.moved, yielded, reservations=self._told
         )
         server = ServerConfig(
             redis_url=membership.redis_url,
@@ -99,8 +100,10 @@ class Halves:
 
     def arrived(self, request: Request) -> None:
         """Note a request that has come to the engine."""
-        self.worker.arrived(request.request_id)
+        if self._told is not None:
+            self._told.arrive(request.request_id)
 
     def ended(self, request: Request, reason: str) -> None:
         """Report a request that the engine has finished or aborted."""
-        self.worker.ended(request.request_id, request.output_tokens, reason)
+        if self._told is not None:
+            self._told.end([(request.request_id, request.output_tokens, reason)])

@@ -14,6 +14,7 @@ from warmfleet.fleet.upkeep import Pace
 from warmfleet.prompt.block_hashes import Chain
 from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.reservations import Reservations
 from warmfleet_worker.stream import StreamGone
 from warmfleet_worker.tracker import Tracker
 from warmfleet_worker.worker_publisher import WorkerPublisher
@@ -42,6 +43,7 @@ class EngineWithEnds:
         self.prefilled: set[str] = set()
         self.seen: set[str] = set()  # reservations that this process had
         self.now = time.monotonic()
+        self.reservations: Reservations
         self.publisher: WorkerPublisher
         self.start()
 
@@ -49,7 +51,8 @@ class EngineWithEnds:
         """Start a process with no requests; one that ran before is gone without a word."""
         self.present, self.prefilled, self.seen = {}, set(), set()
         config = PublisherConfig("redis://unused", "m", WORKER, "w", 0, SCHEME, 1000, 4096, "1")
-        self.publisher = WorkerPublisher(config, Tracker(), requests=lambda: list(self.present))
+        self.reservations = Reservations(lambda: list(self.present))
+        self.publisher = WorkerPublisher(config, Tracker(), reservations=self.reservations)
         self.publisher._stream = type(self.publisher._stream)(
             self.store, self.keys.events(WORKER), (self.keys.hello, f"events:{WORKER}"), 4096
         )
@@ -62,7 +65,7 @@ class EngineWithEnds:
 
     def add(self, engine_id: str, reserved: str) -> None:
         if engine_id not in self.present:  # as the hook does: else it is further input of the same request
-            self.publisher.arrived(engine_id)
+            self.reservations.arrive(engine_id)
         self.present[engine_id] = reserved
         self.seen.add(reserved)
 
@@ -75,10 +78,9 @@ class EngineWithEnds:
         """The request ends; told: False if the report is lost, as where too many wait."""
         del self.present[engine_id]
         self.prefilled.discard(engine_id)
-        self.publisher.ended(engine_id, ANSWER, "stop")
+        self.reservations.end([(engine_id, ANSWER, "stop")])
         if not told:
-            assert self.publisher._reservations is not None
-            self.publisher._reservations._ended.pop()
+            self.reservations._ended.pop()
 
     def round(self, *, beat: bool = False) -> None:
         """One round of the publisher's thread, which sends a heartbeat and reads its command."""
@@ -164,8 +166,7 @@ class EngineWithEnds:
 
     def told(self) -> list[str]:
         """The reservations that the plugin has reported as the engine's."""
-        assert self.publisher._reservations is not None
-        return self.publisher._reservations.running
+        return self.reservations.running
 
     def running(self) -> set[str]:
         """The reservations that Redis takes for the engine's."""

@@ -130,9 +130,10 @@ INTERNALS = (
     Internal(
         Part.ENDS,
         "vllm.v1.request:Request",
-        ("request_id", "num_output_tokens"),
-        (("is_finished", "self"), ("get_finished_reason", "self")),
+        ("request_id", "num_output_tokens", "status"),
+        (("is_finished", "self"),),
     ),
+    Internal(Part.ENDS, "vllm.v1.request:RequestStatus", (), (("get_finished_reason", "status"),)),
     Internal(Part.SERVER, "vllm.config:ParallelConfig", ("data_parallel_size", "data_parallel_size_local")),
     Internal(
         Part.EVICTION,

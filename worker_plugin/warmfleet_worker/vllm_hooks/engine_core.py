@@ -15,6 +15,7 @@ from warmfleet_worker.ends import GroupedTransitions
 from warmfleet_worker.load import Load
 from warmfleet_worker.pool_assignment import core_assignment
 from warmfleet_worker.protocol import wire
+from warmfleet_worker.reservations import Reservations
 from warmfleet_worker.speed_meter import SpeedMeter
 from warmfleet_worker.tracker import Transitions
 from warmfleet_worker.vllm_hooks import eviction
@@ -157,9 +158,11 @@ class SchedulerReporter:
         self._steps = 0  # number of steps begun and of steps ended, added up
         self._steps_unreadable, self._load_unreadable = _lacks(Part.STEPS), _lacks(Part.LOAD)
         self._images_unreadable = False
-        self._reports_ends, self._ends_unreadable, self._requests_unreadable = not _lacks(Part.ENDS), False, False
+        self._reservations = None if _lacks(Part.ENDS) else Reservations(self.requests, reason_of)
+        self._reporting: Reservations | None = None  # the same from the publisher's start on, until an error
+        self._ends_unreadable, self._requests_unreadable = False, False
         self.updates = False  # whether vLLM is reading a step's result
-        self._freed: list[tuple[str, int, object]] = []  # requests that have left the engine in that result
+        self._freed: list[tuple[str, int, object]] = []  # what has ended in that result, see ``Reservations.end``
         group = full_attention_group(scheduler)
         target = os.environ.get("WARMFLEET_TTFT_TARGET_S")
         self._eviction = hook = eviction.install(scheduler, target, lambda: self._speed.speed_tps, group.matched)
@@ -222,10 +225,11 @@ class SchedulerReporter:
             config = replace(config, sets=self.announced)
             with swallow_errors("could not read its KV connector", Part.TRANSFER.value):
                 config = replace(config, transfer=transfer_of(self._scheduler, config.scheme.block_tokens))
-            requests = self.requests if self._reports_ends else None
+            told = self._reservations
             self._publisher = WorkerPublisher(
-                config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte, requests
+                config, self.transitions, self.load, assignment, self.moved, yielded, sets, self.ps_per_byte, told
             )
+            self._reporting = told
             self._publisher.start()
 
     def stop(self) -> None:
@@ -272,42 +276,41 @@ class SchedulerReporter:
                     publisher.images.note(feature.identifier, ids, place.offset, place.length)
             self._images_unreadable = False
 
+    # The three below run between two steps, where every call costs microseconds: so they do without ``swallow_errors``.
+
     def added(self, request: Any) -> None:
         """Note a request that vLLM is about to add; not the further input of one that it has."""
-        if self._publisher is None or self._ends_unreadable:
+        if self._reporting is None:
             return
-        with swallow_errors("could not read a new request", Part.ENDS.value):
+        try:
             if request.request_id not in self._scheduler.requests:
-                self._publisher.arrived(request.request_id)
-            return
-        self._ends_unreadable = True
+                self._reporting.arrive(request.request_id)
+        except Exception as error:  # noqa: BLE001 - see ``swallow_errors``
+            self._cannot_read_ends("could not read a new request", error)
 
     def freed(self, request: Any) -> None:
         """Report a request that vLLM has finished or aborted; one of a step under way when its prefill is reported."""
-        if self._publisher is None or self._ends_unreadable:
+        if self._reporting is None:
             return
-        with swallow_errors("could not read the end of a request", Part.ENDS.value):
-            self._freed.append((request.request_id, request.num_output_tokens, request.get_finished_reason()))
-            if not self.updates:
-                self._report_freed(self._publisher)
-            return
-        self._ends_unreadable = True
+        try:
+            if request.request_id not in self._left:
+                self._freed.append((request.request_id, request.num_output_tokens, request.status))
+        except Exception as error:  # noqa: BLE001 - see ``swallow_errors``
+            self._cannot_read_ends("could not read the end of a request", error)
+        if not self.updates:
+            self.updated()
 
     def updated(self) -> None:
         """Report the requests that have ended, because vLLM has read a step's result."""
         self.updates = False
-        if not self._freed or self._publisher is None or self._ends_unreadable:
-            return
-        with swallow_errors("could not report the end of a request", Part.ENDS.value):
-            self._report_freed(self._publisher)
-            return
-        self._ends_unreadable = True
+        if self._freed and self._reporting is not None:
+            self._reporting.end(self._freed)
+            self._freed.clear()
 
-    def _report_freed(self, publisher: WorkerPublisher) -> None:
-        for request_id, output_tokens, reason in self._freed:
-            if request_id not in self._left:
-                publisher.ended(request_id, output_tokens, reason)
-        self._freed.clear()
+    def _cannot_read_ends(self, failure: str, error: Exception) -> None:
+        self._ends_unreadable, self._reporting = True, None
+        with swallow_errors(failure, Part.ENDS.value):
+            raise error
 
     def requests(self) -> list[str] | None:
         """List the ids of the requests that the engine has and has not finished; None after the first error.
@@ -496,3 +499,10 @@ def model_tag(vllm_config: Any) -> str:
     except wire.WireError as error:
         raise wire.WireError(f"set WARMFLEET_MODEL: {error}") from error
     return name
+
+
+def reason_of(status: object) -> str:
+    """Return vLLM's word for the reason why a request has this status."""
+    from vllm.v1.request import RequestStatus
+
+    return str(RequestStatus.get_finished_reason(status))
