@@ -154,13 +154,17 @@ def _members(cluster: str, places: Sequence[str]) -> dict[str, Any]:
     return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": made}]}
 
 
+def _protocol(idle_s: float = 0.0, **http: Any) -> dict[str, Any]:
+    kind = "extensions.upstreams.http.v3.HttpProtocolOptions"
+    options: dict[str, Any] = {"@type": f"{TYPE}.{kind}", "explicit_http_config": http}
+    if idle_s:
+        options["common_http_protocol_options"] = {"idle_timeout": f"{idle_s}s"}
+    return {f"envoy.{kind}": options}
+
+
 def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool, ejects: bool) -> list[dict[str, Any]]:
-    http2 = {
-        "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
-            "@type": f"{TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {"http2_protocol_options": {}},
-        }
-    }
+    # An engine ends a connection on which no request comes for 5 s, and that may cross with the next request.
+    to_engines = _protocol(idle_s=4, http_protocol_options={})
     least = _typed(
         "envoy.load_balancing_policies.least_request",
         "extensions.load_balancing_policies.least_request.v3.LeastRequest",
@@ -175,7 +179,7 @@ def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool, ejec
         "name": "pickers",
         "type": "STATIC",
         "connect_timeout": "1s",
-        "typed_extension_protocol_options": http2,
+        "typed_extension_protocol_options": _protocol(http2_protocol_options={}),
         "load_assignment": _members("pickers", pickers),
     }
     if ejects:
@@ -194,10 +198,12 @@ def _clusters(pickers: Sequence[str], engines: Sequence[str], *, tls: bool, ejec
             "connect_timeout": "1s",
             "lb_policy": "CLUSTER_PROVIDED",
             "original_dst_lb_config": {"use_http_header": True, "http_header_name": ENDPOINT},
+            "typed_extension_protocol_options": to_engines,
         },
         {
             "name": "override",
             "type": "STATIC",
+            "typed_extension_protocol_options": to_engines,
             "connect_timeout": "1s",
             "load_balancing_policy": {"policies": [{"typed_extension_config": override}]},
             "load_assignment": _members("override", engines),

@@ -13,9 +13,12 @@ import random
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.vllm.truth.engine_truth import blocks_of, tier_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BLOCK_TOKENS = int(os.environ.get("CORE_BLOCK_TOKENS", "32"))
 BLOCKS = int(os.environ.get("CORE_BLOCKS", "128"))
@@ -177,31 +180,35 @@ class Answers:
         self.core = core
         self.said = said
         self.noted_s: list[float] = []
-        self.ended_s: list[float] = []  # three for each request: noted as new, as ended, reported at the step's end
+        self.ended_s: list[float] = []  # three for each request: noted as new, as ended, reported
         self._time_notes()
 
     def _time_notes(self) -> None:
         from warmfleet_worker.vllm_hooks.engine_core import SchedulerReporter
         from warmfleet_worker.vllm_hooks.eviction import EvictionHook
 
-        def time_calls(owner: Any, name: str, spent_s: list[float]) -> None:
+        def time_calls(
+            owner: Any, name: str, spent_s: list[float], counts: Callable[[Any], bool] = lambda _: True
+        ) -> None:
             function = getattr(owner, name)
 
             def timed(*arguments: Any) -> None:
                 # To read this clock takes microseconds on some machines, as long as what is measured, and several times
                 # as long after a pause. So each call is timed with a reading of its own beside it.
+                counted = counts(arguments[0])
                 before = time.thread_time()
                 began = time.thread_time()
                 function(*arguments)
                 ended = time.thread_time()
-                spent_s.append((ended - began) - (began - before))
+                if counted:
+                    spent_s.append((ended - began) - (began - before))
 
             setattr(owner, name, timed)
 
         time_calls(EvictionHook, "_freed", self.noted_s)
         time_calls(SchedulerReporter, "added", self.ended_s)
         time_calls(SchedulerReporter, "freed", self.ended_s)
-        time_calls(SchedulerReporter, "_report_freed", self.ended_s)
+        time_calls(SchedulerReporter, "updated", self.ended_s, lambda reporter: bool(reporter._freed))
 
     def run(self, requests: int, tokens: int) -> dict[str, Any]:
         """Run this many requests to their end, four at a time; every second one continues an earlier prompt.
