@@ -238,11 +238,12 @@ def unfinished(engine: VllmEngine) -> int:
     ),
 )
 @pytest.mark.timeout(1_800)
-async def test_load_is_what_the_engines_have_under_chaos(ends_store: str) -> None:
+async def test_load_is_what_the_engines_have_under_chaos(installed: None) -> None:
     with ExitStack() as stack:
-        engines = stack.enter_context(running(*[engine_options(f"chaos-{name}", ends_store) for name in "ab"]))
-        replicas = stack.enter_context(running_replicas(ends_store, WARMFLEET_DECIDE_TIMEOUT_S="2"))
-        fleet = Fleet(connect(ends_store, timeout_s=5), SERVED_NAME)
+        redis_url = stack.enter_context(server(valkey_binary()))
+        engines = stack.enter_context(running(*[engine_options(f"chaos-{name}", redis_url) for name in "ab"]))
+        replicas = stack.enter_context(running_replicas(redis_url, WARMFLEET_DECIDE_TIMEOUT_S="2"))
+        fleet = Fleet(connect(redis_url, timeout_s=5), SERVED_NAME)
         async with aiohttp.ClientSession() as session:
             world = World(fleet, {engine.worker_id: engine for engine in engines}, replicas, session)
             strikes = Strikes(world, random.Random(1))
