@@ -1,0 +1,235 @@
+"""Real vLLM with NIXL, a prefill and two decode engines behind a router: conversations are split over two engines, and
+answered as by one. Engines are killed and stopped meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import signal
+import subprocess
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.support.redis.servers import server, valkey_binary
+from tests.support.requests.pictures import conversations
+from tests.vllm.engine import ROOT, SERVED_NAME, VENV, VllmEngine, running
+from tests.vllm.replicas import replicas
+from tests.vllm.seeing import environment, vision_model
+from tests.vllm.test_handoff import ADAPTER, TEMPLATE
+from tests.vllm.test_images import SEES
+from tests.vllm.test_roles import options
+
+from warmfleet.cli.local.ports import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 10
+BLOCKS = 400
+CLOSE = 1e-4  # largest difference of a log probability
+WAITS_S = 240.0
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(3_000),
+    pytest.mark.long(
+        minutes=25,
+        shows=(
+            "510 conversations on real vLLM with NIXL, a prefill and two decode engines: of text with LoRA and tools, "
+            "with images, with sliding windows; every answer is that of one engine, as much is cached as predicted, "
+            "and no engine's cache is spoiled, though each role is killed and stopped"
+        ),
+    ),
+]
+WORDS = ("import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module")
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def texts(rng: random.Random) -> list[dict[str, Any]]:
+    """A conversation's turns as bodies of requests; some use tools, some an adapter."""
+    more: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        more = {"tools": TOOLS, "tool_choice": "auto"}
+    if rng.random() < 0.3:
+        more |= {"model": "adapter"}
+    return _turns(rng, more)
+
+
+def plain_texts(rng: random.Random) -> list[dict[str, Any]]:
+    return _turns(rng, {})
+
+
+def _turns(rng: random.Random, more: dict[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    turns = []
+    for _ in range(TURNS):
+        messages = [*messages, {"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randrange(20, 400)))}]
+        turns.append({"messages": messages} | more)
+        messages = [*messages, {"role": "assistant", "content": " ".join(rng.choices(WORDS, k=20))}]
+    return turns
+
+
+def pictures(rng: random.Random) -> list[dict[str, Any]]:
+    made = conversations(rng.randrange(10**6), 2 * TURNS)
+    return [ask.body for ask in made if ask.endpoint == "chat" and ask.lora is None][:TURNS]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of conversations, and how engines for them start."""
+
+    turns: Callable[[random.Random], list[dict[str, Any]]]
+    model: Path
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    splits: bool = True
+
+
+def kind_of(name: str, folder: Path) -> Kind:
+    if name == "images":
+        return Kind(pictures, vision_model("qwen2_vl"), SEES, environment(), splits=False)
+    if name == "windows":
+        return Kind(plain_texts, ROOT / "models" / "tiny-windows")
+    template, adapter = folder / "template.jinja", folder / "adapter"
+    template.write_text(TEMPLATE)
+    subprocess.check_call([VENV / "bin" / "python", "-c", ADAPTER, adapter])
+    parsers = ("--chat-template", str(template), "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    lora = ("--enable-lora", "--lora-modules", f"adapter={adapter}")
+    return Kind(texts, ROOT / "models" / "tiny", (*parsers, *lora))
+
+
+@dataclass
+class Fleet:
+    prefill: VllmEngine
+    decode: list[VllmEngine]
+    url: str
+
+
+@pytest.fixture(params=["text", "windows", "images"])
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Kind, Fleet]]:
+    kind = kind_of(request.param, tmp_path)
+    with ExitStack() as stack:
+        redis_url = stack.enter_context(server(valkey_binary()))
+        made = []
+        for name, role in (("p", "kv_producer"), ("d1", "kv_consumer"), ("d2", "kv_consumer")):
+            one = options(redis_url, name, role, free_port())
+            arguments, environ = (*one.arguments, *kind.arguments), {**one.environment, **kind.environment}
+            made.append(replace(one, blocks=BLOCKS, model=kind.model, arguments=arguments, environment=environ))
+        prefill, *decode = stack.enter_context(running(*made))
+        [url] = stack.enter_context(replicas(redis_url, 1, engines=3))
+        yield kind, Fleet(prefill, decode, url)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens and log probabilities, cached tokens as predicted and as counted, and the engines that made the answer."""
+
+    tokens: list[str]
+    logprobs: list[float]
+    predicted: int
+    cached: int
+    prefill: str
+    decode: str
+
+
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    asked = {"model": SERVED_NAME, "max_tokens": 6, "temperature": 0, "logprobs": True} | body
+    answer = await client.post(f"{url}/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    content = told["choices"][0]["logprobs"]["content"]
+    return Answer(
+        [one["token"] for one in content],
+        [one["logprob"] for one in content],
+        int(answer.headers.get("x-warmfleet-matched-tokens", 0)),
+        (told["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+        answer.headers.get("x-warmfleet-prefill-worker", ""),
+        answer.headers.get("x-warmfleet-worker", ""),
+    )
+
+
+def counted(engine: VllmEngine, name: str) -> float:
+    text = httpx.get(f"{engine.url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE)))
+
+
+async def strike(fleet: Fleet, reached: list[asyncio.Event]) -> None:
+    """Stop both roles, then kill both, each when the next part of the conversations has ended."""
+    strikes = ((fleet.prefill, False), (fleet.decode[0], False), (fleet.prefill, True), (fleet.decode[1], True))
+    for event, (engine, kills) in zip(reached, strikes, strict=True):
+        await event.wait()
+        if kills:
+            await asyncio.to_thread(engine.kill)
+            engine.start()
+            await asyncio.to_thread(engine.wait)
+        else:
+            signal_group(engine, signal.SIGSTOP)
+            await asyncio.sleep(6)
+            signal_group(engine, signal.SIGCONT)
+
+
+def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
+    assert engine.process is not None
+    subprocess.run(["kill", f"-{number.value}", "--", f"-{engine.process.pid}"], check=True)
+
+
+async def test_answers_are_those_of_one_engine(fleet: tuple[Kind, Fleet]) -> None:
+    kind, engines = fleet
+    rng = random.Random(1)
+    talks = [kind.turns(rng) for _ in range(CONVERSATIONS)]
+    done, reached = 0, [asyncio.Event() for _ in range(4)]
+    answers: dict[tuple[int, int], Answer] = {}
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def talk(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal done
+        async with places:
+            for turn, body in enumerate(talks[number]):
+                answers[number, turn] = await ask(client, engines.url, body)
+        done += 1
+        for part, event in enumerate(reached, 1):
+            if done >= part * CONVERSATIONS // 6:
+                event.set()
+
+    async with httpx.AsyncClient(timeout=WAITS_S) as client:
+        striking = asyncio.create_task(strike(engines, reached))
+        await asyncio.gather(*[talk(client, number) for number in range(CONVERSATIONS)])
+        await striking
+        split = Counter((bool(one.prefill), one.decode) for one in answers.values())
+        off = {key: (one.predicted, one.cached) for key, one in answers.items() if one.predicted != one.cached}
+        print(f"\nsplit, by the engine that answered: {dict(split)}; predicted otherwise than cached: {len(off)}")
+        if kind.splits:
+            assert sum(count for (both, _), count in split.items() if both) > len(answers) // 5
+        # A decode engine that had taken stale blocks would answer otherwise now, from its cache.
+        for engine in (engines.prefill, *engines.decode):
+            alike = await different(client, engine, talks, answers)
+            assert not alike, f"{engine.worker_id} answers otherwise: {alike}"
+        assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") == 0
+
+
+async def different(
+    client: httpx.AsyncClient,
+    engine: VllmEngine,
+    talks: list[list[dict[str, Any]]],
+    answers: dict[tuple[int, int], Answer],
+) -> dict[tuple[int, int], tuple[Answer, Answer]]:
+    """Ask one engine alone; return the answers that differ from those of the fleet."""
+    found = {}
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def compare(number: int, turn: int) -> None:
+        async with places:
+            alone = await ask(client, engine.url, talks[number][turn])
+        ours = answers[number, turn]
+        near = all(abs(one - other) <= CLOSE for one, other in zip(alone.logprobs, ours.logprobs, strict=False))
+        if alone.tokens != ours.tokens or not near:
+            found[number, turn] = ours, alone
+
+    await asyncio.gather(*[compare(*key) for key in answers])
+    return found
