@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
 from tests.support.requests.pictures import conversations
 from tests.vllm.engine import ROOT, SERVED_NAME, VENV, VllmEngine, running
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 10
+CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 12
 BLOCKS = 400
 CLOSE = 1e-4  # largest difference of a log probability
-WAITS_S = 240.0
+WAITS_S, STOPPED_S = 240.0, 6.0
 
 pytestmark = [
     pytest.mark.vllm,
@@ -70,7 +71,7 @@ def _turns(rng: random.Random, more: dict[str, Any]) -> list[dict[str, Any]]:
     turns = []
     for _ in range(TURNS):
         messages = [*messages, {"role": "user", "content": " ".join(rng.choices(WORDS, k=rng.randrange(20, 400)))}]
-        turns.append({"messages": messages} | more)
+        turns.append({"messages": messages, "max_tokens": rng.choice((6, 6, 30))} | more)
         messages = [*messages, {"role": "assistant", "content": " ".join(rng.choices(WORDS, k=20))}]
     return turns
 
@@ -159,19 +160,58 @@ def counted(engine: VllmEngine, name: str) -> float:
     return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE)))
 
 
-async def strike(fleet: Fleet, reached: list[asyncio.Event]) -> None:
-    """Stop both roles, then kill both, each when the next part of the conversations has ended."""
-    strikes = ((fleet.prefill, False), (fleet.decode[0], False), (fleet.prefill, True), (fleet.decode[1], True))
-    for event, (engine, kills) in zip(reached, strikes, strict=True):
-        await event.wait()
-        if kills:
-            await asyncio.to_thread(engine.kill)
-            engine.start()
-            await asyncio.to_thread(engine.wait)
-        else:
-            signal_group(engine, signal.SIGSTOP)
-            await asyncio.sleep(6)
-            signal_group(engine, signal.SIGCONT)
+@dataclass
+class Talks:
+    """The fleet's answers, by conversation and turn. going: cleared while a killed engine starts again."""
+
+    fleet: Fleet
+    bodies: list[list[dict[str, Any]]]
+    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    done: int = 0
+
+    async def run(self, client: httpx.AsyncClient) -> None:
+        self.going.set()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(len(self.bodies)):
+                tasks.create_task(self._talk(client, number))
+            tasks.create_task(self._strike())
+
+    async def _talk(self, client: httpx.AsyncClient, number: int) -> None:
+        async with self.places:
+            await self.going.wait()
+            for turn, body in enumerate(self.bodies[number]):
+                self.answers[number, turn] = await ask(client, self.fleet.url, body)
+        self.done += 1
+
+    async def _strike(self) -> None:
+        """Stop both roles, then kill both; in between conversations go on."""
+        prefill, decode = self.fleet.prefill, self.fleet.decode
+        part = len(self.bodies) // 6
+        for number, (engine, kills) in enumerate(
+            ((prefill, False), (decode[0], False), (prefill, True), (decode[1], True)), 1
+        ):
+            await self._reaches(number * part)
+            if kills:
+                await asyncio.to_thread(engine.kill)
+                await self._reaches(number * part + AT_ONCE)
+                self.going.clear()
+                engine.start()
+                await asyncio.to_thread(engine.wait)
+            else:
+                signal_group(engine, signal.SIGSTOP)
+                await asyncio.sleep(STOPPED_S)
+                signal_group(engine, signal.SIGCONT)
+            await poll(lambda: asyncio.to_thread(self._all_are_back), 60, "the router knows the engine again")
+            self.going.set()
+
+    async def _reaches(self, done: int) -> None:
+        await poll(lambda: self.done >= done, 1_200, f"{done} conversations have ended")
+
+    def _all_are_back(self) -> bool:
+        workers = httpx.get(f"{self.fleet.url}/workers", timeout=5).json()["models"][0]["workers"]
+        return len([one for one in workers if one["routable"] and one["proof"] == "proven"]) == 3
 
 
 def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
@@ -182,42 +222,22 @@ def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
 async def test_answers_are_those_of_one_engine(fleet: tuple[Kind, Fleet]) -> None:
     kind, engines = fleet
     rng = random.Random(1)
-    talks = [kind.turns(rng) for _ in range(CONVERSATIONS)]
-    done, reached = 0, [asyncio.Event() for _ in range(4)]
-    answers: dict[tuple[int, int], Answer] = {}
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def talk(client: httpx.AsyncClient, number: int) -> None:
-        nonlocal done
-        async with places:
-            for turn, body in enumerate(talks[number]):
-                answers[number, turn] = await ask(client, engines.url, body)
-        done += 1
-        for part, event in enumerate(reached, 1):
-            if done >= part * CONVERSATIONS // 6:
-                event.set()
-
+    talks = Talks(engines, [kind.turns(rng) for _ in range(CONVERSATIONS)])
     async with httpx.AsyncClient(timeout=WAITS_S) as client:
-        striking = asyncio.create_task(strike(engines, reached))
-        await asyncio.gather(*[talk(client, number) for number in range(CONVERSATIONS)])
-        await striking
-        split = Counter((bool(one.prefill), one.decode) for one in answers.values())
-        off = {key: (one.predicted, one.cached) for key, one in answers.items() if one.predicted != one.cached}
-        print(f"\nsplit, by the engine that answered: {dict(split)}; predicted otherwise than cached: {len(off)}")
-        if kind.splits:
-            assert sum(count for (both, _), count in split.items() if both) > len(answers) // 5
+        await talks.run(client)
+        split = Counter((bool(one.prefill), one.decode) for one in talks.answers.values())
+        off = sum(one.predicted != one.cached for one in talks.answers.values())
+        print(f"\nsplit, by the engine that answered: {dict(split)}; predicted otherwise than cached: {off}")
         # A decode engine that had taken stale blocks would answer otherwise now, from its cache.
         for engine in (engines.prefill, *engines.decode):
-            alike = await different(client, engine, talks, answers)
-            assert not alike, f"{engine.worker_id} answers otherwise: {alike}"
-        assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") == 0
+            differing = await different(client, engine, talks)
+            assert not differing, f"{engine.worker_id} answers otherwise: {differing}"
+    assert sum(count for (both, _), count in split.items() if both) > (len(talks.answers) // 5 if kind.splits else -1)
+    assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") == 0
 
 
 async def different(
-    client: httpx.AsyncClient,
-    engine: VllmEngine,
-    talks: list[list[dict[str, Any]]],
-    answers: dict[tuple[int, int], Answer],
+    client: httpx.AsyncClient, engine: VllmEngine, talks: Talks
 ) -> dict[tuple[int, int], tuple[Answer, Answer]]:
     """Ask one engine alone; return the answers that differ from those of the fleet."""
     found = {}
@@ -225,11 +245,11 @@ async def different(
 
     async def compare(number: int, turn: int) -> None:
         async with places:
-            alone = await ask(client, engine.url, talks[number][turn])
-        ours = answers[number, turn]
+            alone = await ask(client, engine.url, talks.bodies[number][turn])
+        ours = talks.answers[number, turn]
         near = all(abs(one - other) <= CLOSE for one, other in zip(alone.logprobs, ours.logprobs, strict=False))
         if alone.tokens != ours.tokens or not near:
             found[number, turn] = ours, alone
 
-    await asyncio.gather(*[compare(*key) for key in answers])
+    await asyncio.gather(*[compare(*key) for key in talks.answers])
     return found
