@@ -193,6 +193,13 @@ class Metrics:
             "(no room, or it failed), or the `budget` was empty",
             "result",
         )
+        self.splits = self._counter(
+            "split_requests",
+            "Requests of pools with prefill and decode engines: `split` over two; decided for one because that was "
+            "`cheaper`, the request is `unfit`, or the pool has `no_pair`; decided anew because the prefill engine "
+            "`failed`, `refused` or was `late`, or the request turned out `unfit`",
+            "result model",
+        )
         self.log_lines_dropped = self._counter(
             "dropped_log_lines",
             "Log lines that were dropped because the log's reader is too slow or gone, or written in ASCII because "

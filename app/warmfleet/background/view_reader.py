@@ -155,7 +155,16 @@ class ViewReader:
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
         keys = {worker.worker_id: key for worker, key in keyed}
-        view = view_of(workers, identity, hashers, text=text, reference=reference, identity_keys=keys, handoff=handoff)
+        view = view_of(
+            workers,
+            identity,
+            hashers,
+            text=text,
+            reference=reference,
+            identity_keys=keys,
+            handoff=handoff,
+            may_split=self._settings.token_handoff,
+        )
         self._agreement.look(pool.tag, "images", view.image_groups)
         view = view.remembering(pool.view)
         if not awaited:
@@ -286,6 +295,7 @@ def _standing(worker: WorkerView) -> tuple[object, ...]:
         load.speed_tps,
         served,
         announced_by_core,
+        worker.transfer,
     )
 
 

@@ -8,9 +8,12 @@ Engines and APIs write an error in several forms. All are recognized, on every p
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 #: Most bytes at the beginning of a stream that are searched for an error; a longer first event counts as no error.
 MAX_BYTES = 16_384
@@ -73,6 +76,32 @@ def read(piece: bytes, *, ended: bool = False) -> Event | None:
 
     ended: nothing follows the piece, so an event without an empty line is whole.
     """
+    return next(_events(piece, ended=ended), None)
+
+
+def telling(piece: bytes, *, ended: bool = False) -> Event | None:
+    """Return the first event of a stream of completions or chats that has a token, an error or its end; None while
+    there is none. The event with which chats begin only names the role. ended: as in ``read``.
+    """
+    return next((event for event in _events(piece, ended=ended) if _tells(event)), None)
+
+
+def _tells(event: Event) -> bool:
+    try:
+        choices = orjson.loads(event.data)["choices"]
+        return not choices or any(
+            choice.get("text") or choice.get("finish_reason") or _has_more(choice.get("delta") or {})
+            for choice in choices
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return True
+
+
+def _has_more(delta: dict[str, Any]) -> bool:
+    return any(value for name, value in delta.items() if name != "role")
+
+
+def _events(piece: bytes, *, ended: bool) -> Iterator[Event]:
     name, data = b"", list[bytes]()
     *lines, unended = _LINE_END.split(piece.removeprefix(_BOM))
     for line in [*lines, unended, b""] if ended else lines:
@@ -84,9 +113,8 @@ def read(piece: bytes, *, ended: bool = False) -> Event | None:
             data.append(value)
         elif not line:
             if (data or name == b"error") and name != b"ping":
-                return Event(name, b"\n".join(data))
+                yield Event(name, b"\n".join(data))
             name, data = b"", []
-    return None
 
 
 def _has_word(piece: bytes) -> bool:

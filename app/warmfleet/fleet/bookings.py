@@ -154,6 +154,11 @@ class Decision:
     reports_ends: bool = False
     prefill: PrefillLeg | None = None
 
+    @property
+    def reused_tokens(self) -> int:
+        """The matched tokens of the engine that computes the prompt."""
+        return self.matched_tokens if self.prefill is None else self.prefill.matched_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from warmfleet.pools.pairing import Splits, pairing, splits_of
 from warmfleet.pools.served_names import ServedNames
 from warmfleet.prompt.images import ImageRules
 from warmfleet.prompt.request import MAX_MODEL_LEN, NO_LABELS
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import WorkerView
     from warmfleet.pools.capabilities import TokenCapability
+    from warmfleet.pools.pairing import Pairing
     from warmfleet.prompt.block_hashes import Hasher
     from warmfleet.prompt.prompt_identity import Identity
 
@@ -39,7 +41,8 @@ class View:
     prefill. token_s: seconds of prefill of a token at a worker of median speed. read_at: monotonic seconds.
     images: how most workers that announce it hash images. images_wrong: an image proved it wrong at some worker.
     image_groups: digest of the announced rules -> their workers; the rules in use first. other_images: the workers
-    with other rules than those in use.
+    with other rules than those in use. pairing: the engines by role; None if none has one. splits: how
+    requests may be split over two engines; None if they may not.
     By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
     limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
     (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
@@ -69,6 +72,8 @@ class View:
     images_wrong: bool = False
     image_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     other_images: frozenset[str] = frozenset()
+    pairing: Pairing | None = None
+    splits: Splits | None = None
 
     @property
     def step_s(self) -> float:
@@ -145,8 +150,14 @@ def view_of(
     reference: WorkerView | None = None,
     identity_keys: Mapping[str, str] = MappingProxyType({}),
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
+    may_split: bool = True,
 ) -> View:
-    """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
+    """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used.
+
+    may_split: engines may get token ids, without which no request is split.
+    """
+    paired = pairing(workers) if any(worker.transfer for worker in workers) else None
+    paired = paired if paired is not None and paired.roles else None
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
     speeds = {worker.worker_id: worker.load.speed_tps for worker in workers}
     known = sorted(speed_tps for speed_tps in speeds.values() if speed_tps > 0)
@@ -182,6 +193,8 @@ def view_of(
         images_wrong=images_wrong,
         image_groups=groups,
         other_images=frozenset(name for others in list(groups.values())[1:] for name in others),
+        pairing=paired,
+        splits=splits_of(paired, handoff) if paired is not None and may_split else None,
     )
 
 

@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from warmfleet.fleet import WorkerView
+    from warmfleet.pools.capabilities import TokenCapability
     from warmfleet.protocol.transfer import Transfer
 
 CONFIG = "--kv-transfer-config"
 #: Role -> the role of its partners, and vLLM's word for that.
 OTHERS = {"prefill": ("decode", "kv_consumer"), "decode": ("prefill", "kv_producer")}
-#: What happens to requests until routers can split them.
-NOT_SPLIT = "requests are not split over pairs yet: one engine serves each alone"
+#: What routers do with the pairs. Of Mooncake, and of NIXL that pushes, they know no safe way to split a request.
+SPLIT, NOT_SPLIT = "requests may be split over them", "requests are not split over them: only over NIXL that pulls"
+WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
+#: Least lease of a prefill engine, in seconds. Nothing extends it before a pair's first handshake, which may take 9 s.
+#: A decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
+LEAST_LEASE_S = 20
 
 
 class Obstacle(NamedTuple):
@@ -36,13 +41,15 @@ class Obstacle(NamedTuple):
 class Pairing:
     """The result. pairs, refused: by prefill engine and decode engine; each two engines that could pair are in one.
 
-    roles: of the engines that can hand over requests, by worker id. unable: engines with a role that they cannot have.
+    pulling: those of ``pairs`` over which routers can split requests. roles: by worker id, of the engines that can hand
+    over requests. unable: engines with a role that they cannot have.
     """
 
     roles: Mapping[str, str]
     pairs: frozenset[tuple[str, str]]
     refused: Mapping[tuple[str, str], tuple[Obstacle, ...]]
     unable: Mapping[str, Obstacle]
+    pulling: frozenset[tuple[str, str]] = frozenset()
 
     def having(self, *roles: str) -> list[str]:
         """List the engines that have one of these roles."""
@@ -62,12 +69,36 @@ class Pairing:
         }
 
 
+class Splits(NamedTuple):
+    """How requests may be split: over these pairs, and on endpoints on which each of their engines takes token ids.
+
+    Both engines must compute the same ids: if the decode engine's prompt is longer, it dies, and if it is another one,
+    its answer is wrong.
+    """
+
+    pairs: frozenset[tuple[str, str]]
+    endpoints: frozenset[str]
+
+
+def splits_of(found: Pairing, takes_ids: Mapping[str, TokenCapability]) -> Splits | None:
+    """Return how requests may be split over the pairs; None if no pair can. takes_ids: by worker id."""
+    able = {
+        pair: takes_ids[pair[0]].endpoints & takes_ids[pair[1]].endpoints
+        for pair in found.pulling
+        if all(worker_id in takes_ids for worker_id in pair)
+        and takes_ids[pair[0]].identity_key == takes_ids[pair[1]].identity_key
+    }
+    pairs = frozenset(pair for pair, endpoints in able.items() if endpoints)
+    return Splits(pairs, frozenset.intersection(*(able[pair] for pair in pairs))) if pairs else None
+
+
 def pairing(workers: Iterable[WorkerView]) -> Pairing:
     """Pair the workers of one pool. Workers that take no requests now, or have no KV connector, count for nothing."""
     ready = [(worker, transfer) for worker in workers if worker.routable and (transfer := worker.transfer)]
     prefill = [(worker, transfer) for worker, transfer in ready if transfer.prefills]
     decode = [(worker, transfer) for worker, transfer in ready if transfer.decodes]
     pairs: set[tuple[str, str]] = set()
+    pulling: set[tuple[str, str]] = set()
     refused: dict[tuple[str, str], tuple[Obstacle, ...]] = {}
     for one, ours in prefill:
         for other, theirs in decode:
@@ -76,8 +107,10 @@ def pairing(workers: Iterable[WorkerView]) -> Pairing:
             obstacles = tuple(_obstacles(ours, theirs, together=_host(one) == _host(other)))
             if obstacles:
                 refused[one.worker_id, other.worker_id] = obstacles
-            else:
-                pairs.add((one.worker_id, other.worker_id))
+                continue
+            pairs.add((one.worker_id, other.worker_id))
+            if (ours.library, ours.mode) == ("NIXL", "pull"):
+                pulling.add((one.worker_id, other.worker_id))
     return Pairing(
         {worker.worker_id: transfer.role for worker, transfer in ready if transfer.library},
         frozenset(pairs),
@@ -89,6 +122,7 @@ def pairing(workers: Iterable[WorkerView]) -> Pairing:
             for worker, transfer in ready
             if not transfer.library and transfer.role != "both"
         },
+        frozenset(pulling),
     )
 
 
@@ -105,6 +139,11 @@ def _obstacles(prefill: Transfer, decode: Transfer, *, together: bool) -> Iterat
         yield Obstacle(
             f"the prefill engine's side channel is at {prefill.host}, which the decode engine's machine cannot reach",
             "set VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine to its own address; in Kubernetes to its pod's IP",
+        )
+    if prefill.library == "NIXL" and prefill.lease_s < LEAST_LEASE_S:
+        yield Obstacle(
+            f"kv_lease_duration of the prefill engine is {prefill.lease_s} s: blocks may be gone before they are read",
+            f"set it to {LEAST_LEASE_S} or more in kv_connector_extra_config of {CONFIG}; vLLM's default is 30",
         )
     if prefill.library == "NIXL" and (prefill.has_fixed_id or decode.has_fixed_id):
         whose = "prefill" if prefill.has_fixed_id else "decode"
@@ -134,12 +173,19 @@ def _host(worker: WorkerView) -> str:
         return worker.url
 
 
-def pairs_in_words(found: Pairing) -> dict[str, int | str] | None:
-    """Count the engines by role, and their pairs; None without an engine that has a role."""
+def use_of_pairs(found: Pairing, *, able: bool = True) -> str:
+    """Tell what routers do with the pairs. able: some pair takes token ids."""
+    if found.pairs and not found.pulling:
+        return NOT_SPLIT
+    return SPLIT if able or not found.pairs else WITHOUT_IDS
+
+
+def pairs_in_words(found: Pairing, *, able: bool = True) -> dict[str, int | str] | None:
+    """Count the engines by role, and their pairs; None without an engine that has a role. able: some pair takes ids."""
     if not found.roles:
         return None
     counts = {role: len(found.having(role)) for role in ("prefill", "decode", "both")}
-    return {**counts, "pairs": len(found.pairs), "told": NOT_SPLIT}
+    return {**counts, "pairs": len(found.pairs), "told": use_of_pairs(found, able=able)}
 
 
 def roles_in_words(found: Pairing) -> dict[str, dict[str, Any]]:

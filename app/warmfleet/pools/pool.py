@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from warmfleet.fleet import roles_of
 from warmfleet.pools.degraded import LastKnown
 from warmfleet.pools.engine_lead_time import EngineLeadTime
 from warmfleet.pools.fleet_view import View
@@ -25,8 +27,10 @@ from warmfleet.timing import Timing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from warmfleet.fleet import Fleet
+    from warmfleet.fleet import Fleet, Role
     from warmfleet.pools.degraded import DegradedMode
+
+logger = logging.getLogger("warmfleet.pools.pool")
 
 Of = TypeVar("Of")
 Answer = TypeVar("Answer")
@@ -121,12 +125,29 @@ class Pool:
         prices = view.label_prices(self.preferences) if self.preferences else {}
         if block_tokens != constants.block_tokens or prices != constants.label_prices:
             self.fleet.use(block_tokens=block_tokens, label_prices=prices)
+        if view.pairing is not None or constants.roles:
+            self._use_roles(view)
         self.lead_time.steps(view.step_s)
         if view.images is not None and view.images.made != self.learned.made:
             self.learned = LearnedImages(view.images.made)
             self.fleet.images.begin_anew()
         self.read.set()
         self.last_known.show(view)
+
+    def _use_roles(self, view: View) -> None:
+        """Let decisions know the engines' roles. Without a pair to split requests over, roles do not count: an engine
+        that only computes prompts for others would be idle.
+        """
+        roles: Mapping[int, Role] = {}
+        if view.pairing is not None and view.splits is not None:
+            slots = {worker.worker_id: worker.load.slot for worker in view.workers}
+            roles = roles_of(slots, view.pairing.roles, view.splits.pairs)
+        before = self.fleet.constants.roles
+        if roles != before:
+            self.fleet.use(roles=roles)
+        if bool(roles) != bool(before):
+            level, word = (logging.INFO, "may be split") if roles else (logging.WARNING, "cannot be split")
+            logger.log(level, "%s: requests %s over a prefill and a decode engine from now on", self.tag, word)
 
     def avoid(self, worker_id: str, seconds: float = AVOID_S) -> None:
         """Let decisions avoid this worker for a while, after a request or a health check failed there."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from warmfleet.prompt.request import Endpoint
 
@@ -35,6 +35,13 @@ def with_key(body: bytes, key: str, *value: bytes) -> bytes:
     end = body.rindex(b"}")
     separator = f'"{key}":' if _EMPTY.match(body) else f',"{key}":'
     return b"".join((memoryview(body)[:end], separator.encode(), *value, body[end:]))
+
+
+def with_fields(body: bytes, fields: Mapping[str, bytes]) -> bytes:
+    """Return ``body`` with these fields at its end, as ``with_key``. fields: at least one, with values in JSON."""
+    first, *others = fields
+    rest = [b',"%b":%b' % (name.encode(), fields[name]) for name in others]
+    return with_key(body, first, fields[first], *rest)
 
 
 def spliced(endpoint: Endpoint, raw: bytes, ids: Sequence[Sequence[bytes]], characters: int = 0) -> bytes | None:

@@ -39,6 +39,8 @@ MAX_BOOKED_TOKENS = 2**22  # most tokens booked for a request; more could overfl
 #: Fields by which an engine makes another prompt than the router, or gets KV cache from elsewhere. A request with one
 #: of them is refused unless the operator allows the field by name.
 REFUSED = ("chat_template", "kv_transfer_params", "ec_transfer_params")
+#: Parts of ``kv_transfer_params`` that are refused in any case: they may end an engine, or spoil its cache.
+STEPS = ("do_remote_prefill", "do_remote_decode")
 #: Field → reason. With such a field the prompt, or its use of the cache, is unpredictable: it is routed by load.
 UNFORESEEABLE = {
     "prompt_embeds": "embeds",
@@ -265,12 +267,13 @@ def refuse_fields(data: dict[str, Any], allowed: Collection[str]) -> None:
     sampling = data.get("sampling_params")
     arguments = data.get("vllm_xargs"), sampling.get("extra_args") if isinstance(sampling, dict) else None
     for name in REFUSED:
-        if name in allowed:
-            continue
         # vLLM takes each field from such an object, too.
         places = data, *((data.get("chat_template_kwargs"),) if name == "chat_template" else arguments)
-        if any(isinstance(place, dict) and place.get(name) is not None for place in places):
+        found = [place[name] for place in places if isinstance(place, dict) and place.get(name) is not None]
+        if found and name not in allowed:
             raise BadRequest(f"{name} is not accepted by this router.", name)
+        if any(isinstance(value, dict) and any(value.get(step) for step in STEPS) for value in found):
+            raise BadRequest(f"{' and '.join(STEPS)} of {name} are set by routers only.", name)
 
 
 def _may_be_rounded(data: dict[str, Any], body: bytes) -> bool:

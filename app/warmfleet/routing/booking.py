@@ -10,10 +10,11 @@ import time
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.fleet import Hint, Renewal, SessionEnd
+from warmfleet.fleet import Hint, Renewal, SessionEnd, Split, prefill_leg
 from warmfleet.pools.stalled_requests import Try
 from warmfleet.prompt.response_ids import response_id
 from warmfleet.protocol.wire import ENDED_MARK
+from warmfleet.routing.prefill_booking import PrefillBooking
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +65,8 @@ class Booking:
     its result. ``decision``: None until a worker is chosen. ``explanation``: the decision's explanation as
     JSON; empty if the client asked for none. ``rings``: workers in hash ring order, by policy, and ``log_line``: the
     line for the decision log; None if the decision is not logged. ``session``: the id by which Redis knows the session;
-    empty if it told none. ``apart``: its time in the line is over, so the ledger has no say any more.
+    empty if it told none. ``apart``: its time in the line is over, so the ledger has no say any more. ``prefill``: what
+    a split request holds at the engine that computes its prompt; None for any other.
 
     A field that was not set has the value of the class, which saves time.
     """
@@ -81,6 +83,7 @@ class Booking:
     log_line: dict[str, Any] | None = None
     session = b""
     apart = False
+    prefill: PrefillBooking | None = None
     _due: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -159,6 +162,12 @@ class Booking:
         """Note that Redis gave no answer, and cancel the reservation, because Redis may have booked it or still may."""
         self.state = QUEUED
         self._settlements.settle_later(self.pool, self.reservation, "cancelled")
+        self._cancel_prefill()
+
+    def _cancel_prefill(self) -> None:
+        """Cancel what Redis may have booked, or still may, at an engine that only computes the prompt."""
+        if self.question.split is Split.ALLOWED:
+            self._settlements.settle_later(self.pool, prefill_leg(self.reservation), "cancelled")
 
     def raise_error(self) -> None:
         """Raise the error of the last question, and keep it no longer: its traceback would hold this booking's frames,
@@ -179,6 +188,8 @@ class Booking:
             Renewal(self.reservation, decision.worker_id, decision.prefill_tokens, decision.decode_tokens)
         )
         self.pool.degraded.take(decision.worker_id)
+        if decision.prefill is not None:
+            self.prefill = PrefillBooking(self._settlements, self.pool, decision.prefill)
 
     def chose_without_redis(self, decision: Decision) -> None:
         """Note a worker that was chosen without Redis; only this replica counts the request."""
@@ -273,6 +284,11 @@ class Booking:
             self._settlements.tickets.leave_line(pool, reservation, self.session)
         if state is not BOOKED and state is not ASKED:
             return False
+        if self.prefill is not None:
+            self.prefill.release(outcome)
+            record = None  # the engine that computed the prompt tells what it had cached
+        elif state is ASKED:
+            self._cancel_prefill()
         ended: SessionEnd | None = None
         if decision is not None and decision.session:
             ended = end_of(self.question.session, decision, outcome, tail, 0 if record is None else record.chunks)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from warmfleet.engines.followed_stream import Continuable
-    from warmfleet.fleet import ClientLimits, Decision
+    from warmfleet.fleet import ClientLimits, Decision, PrefillLeg
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pool import Pool
     from warmfleet.prompt.engine_paths import EnginePath
@@ -87,7 +87,8 @@ class Job(NamedTuple):
     more than one pool. limits: those of the client, which the only pool's decision checks; None if ``several``.
     priority: a lower one goes first in the queue. logged: whether its decisions are written to the
     decision log. continuable: how another worker may continue its stream; None: not at all. session: as for Question,
-    with the id that an earlier attempt learned. only: ids of the workers to choose among; empty: all.
+    with the id that an earlier attempt learned. only: ids of the workers to choose among; empty: all. alone: one engine
+    serves it, also where requests may be split over two.
     """
 
     call: Call
@@ -103,6 +104,7 @@ class Job(NamedTuple):
     continuable: Continuable | None = None
     session: bytes = b""
     only: tuple[str, ...] = ()
+    alone: bool = False
 
     @property
     def worker_count(self) -> int:
@@ -112,7 +114,7 @@ class Job(NamedTuple):
             count += len(pool.view.workers or pool.last_known.workers)
         return count
 
-    def engine_priority(self, pool: Pool, decision: Decision) -> int | None:
+    def engine_priority(self, pool: Pool, decision: Decision | PrefillLeg) -> int | None:
         """Return the request's priority for the chosen worker's engine; None if the engine does not use priorities."""
         speed_tps = pool.view.sorting.get(decision.worker_id)
         if speed_tps is None:

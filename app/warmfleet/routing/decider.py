@@ -7,18 +7,20 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from warmfleet.errors import CancelledReservation, FleetUnavailable, NoWorker, RateLimited, WarmfleetError
-from warmfleet.fleet import Decision, Question, Queued
+from warmfleet.fleet import Decision, Question, Queued, Split
 from warmfleet.pools.degraded import unbooked
 from warmfleet.pools.served_models import NOT_READ
 from warmfleet.pools.served_names import misnamed
 from warmfleet.prompt.request import NO_LABELS
 from warmfleet.routing.decision_log import record
 from warmfleet.routing.explain_header import explanation
+from warmfleet.routing.prefills import unfit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.pairing import Splits
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.booking import Booking
@@ -46,6 +48,8 @@ OTHER_NAMES = (
 )
 #: The answer for a waiting request while Redis is silent for a moment: it keeps its ticket and asks again later.
 STILL_QUEUED = Queued("queued", 0, 0.0)
+#: Why one engine serves a request of a pool whose engines have roles, for the metrics.
+WHY_ALONE = {Split.ROLES_IGNORED: "no_pair", Split.FORBIDDEN: "unfit", Split.ALLOWED: "cheaper"}
 NO_WORKER = "no_worker"  # the reason for a choice without Redis although Redis answers
 
 
@@ -57,6 +61,7 @@ class Decider:
         self._metrics = metrics
         self._decisions = cache(metrics.decisions.labels)  # counters by policy, reason and model
         seconds, prompt, matched = metrics.decision_seconds, metrics.prompt_tokens, metrics.matched_tokens
+        self._splits = cache(metrics.splits.labels)
         self._of_model = cache(lambda tag: (seconds.labels(tag), prompt.labels(tag), matched.labels(tag)))
 
     async def decide(self, job: Job, attempt: Attempt, *, may_wait: bool) -> Decision | Queued:
@@ -142,6 +147,7 @@ class Decider:
             displaces,
             session=job.session_as(booking.session) if may_wait and not booking.apart else b"",
             only=job.only,
+            split=Split.ROLES_IGNORED if pool.view.splits is None else _split(job, booking, pool.view.splits),
         )
         if job.logged:
             booking.rings = pool.policy.orders(pool.view, job.request, call.hints.session)
@@ -178,7 +184,9 @@ class Decider:
         attempt.record.decided(decision, policy, booking.asked_at, pool.view.token_s_of(decision.worker_id))
         _, prompt_tokens, matched_tokens = self._of_model(pool.tag)
         prompt_tokens.inc(decision.prompt_tokens)
-        matched_tokens.inc(decision.matched_tokens)
+        matched_tokens.inc(decision.reused_tokens)
+        if pool.view.pairing is not None and decision.prefill is None:
+            self._splits(WHY_ALONE[booking.question.split], pool.tag).inc()
         self._decisions(policy, decision.why, pool.tag).inc()
         pool.recent.note(call.record.request_id, call.path.name, prompt.kind, policy, decision)
         if len(prompt.prompts) == 1:
@@ -212,6 +220,11 @@ class Decider:
         attempt.record.decided(decision, "", booking.asked_at, pool.view.token_s_of(worker.worker_id), reason)
         pool.recent.note(call.record.request_id, call.path.name, booking.prompt.kind, "", decision, reason)
         return decision
+
+
+def _split(job: Job, booking: Booking, splits: Splits) -> Split:
+    """Return whether the job may be split in a pool in which some may."""
+    return Split.FORBIDDEN if unfit(job, booking.prompt, splits) else Split.ALLOWED
 
 
 def reason_of(error: WarmfleetError | None) -> str:

@@ -28,10 +28,12 @@ def answer_headers(request_id: str, attempt: Attempt, decision: Decision, which:
     if which != "request_id":
         headers += (
             (b"x-warmfleet-worker", decision.worker_id.encode()),
-            (b"x-warmfleet-matched-tokens", b"%d" % decision.matched_tokens),
+            (b"x-warmfleet-matched-tokens", b"%d" % decision.reused_tokens),
             (b"x-warmfleet-prompt-tokens", b"%d" % decision.prompt_tokens),
             (b"x-warmfleet-reservation", attempt.chosen.reservation_word.encode()),
         )
+        if decision.prefill is not None:
+            headers.append((b"x-warmfleet-prefill-worker", decision.prefill.worker_id.encode()))
         if attempt.record.pool:
             headers.append((b"x-warmfleet-pool", attempt.record.pool.encode()))
     return headers

@@ -47,6 +47,8 @@ class FirstBytes:
             took_s = now - booking.asked_at
             pool.lead_time.first_byte(decision, pool.view.speeds.get(decision.worker_id, 0), took_s)
         self._requests(job.call.path.name, status, word, pool.tag).inc()
+        if booking.prefill is not None:
+            booking.prefill.taken(decision, attempt.record, streams=streams)
         if whole is not None:
             return
         # With several prompts in a request, only the engine knows when each prefill is done; its plugin reports it.

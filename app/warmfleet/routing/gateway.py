@@ -96,7 +96,8 @@ class Gateway:
         Only the gateway renews and settles the reservation; if it does neither, it expires. Raises WarmfleetError.
         """
         router = self._router
-        job = (await router.prepare(call))._replace(session=b"")  # no gateway tells how an answer ended
+        # No gateway tells how an answer ended, or sends a request twice.
+        job = (await router.prepare(call))._replace(session=b"", alone=True)
         router.tenancy.may_stay(job.call.body)
         if handover.key in self._placing:
             raise KeyInUse("A request with this Idempotency-Key is being placed: ask again.", "Idempotency-Key")

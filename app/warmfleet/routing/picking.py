@@ -74,7 +74,7 @@ class Picking:
         so that it sees the first token. Raises WarmfleetError. The caller must ``end`` what it gets.
         """
         router = self._router
-        job = (await router.prepare(call))._replace(session=b"")
+        job = (await router.prepare(call))._replace(session=b"", alone=True)
         if places is not None:
             job = await self._within(job, places)
         avoids = True

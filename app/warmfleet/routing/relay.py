@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from warmfleet.engines import engine_death, first_event
-from warmfleet.engines.engine_priority import PRIORITY_HEADER
 from warmfleet.engines.followed_stream import StreamCut
 from warmfleet.engines.output_tokens import OutputTokens, WatchedClient
 from warmfleet.errors import EngineTimeout, NameRefused, Stopping, UpstreamError, UpstreamGone
@@ -20,6 +19,8 @@ from warmfleet.prompt.json_splice import with_key
 from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.first_bytes import FirstBytes
+from warmfleet.routing.prefills import Prefills
+from warmfleet.routing.sender import Sender
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:
@@ -64,13 +65,13 @@ class Relay:
     """Sends requests to the workers that were chosen for them, and passes the answers on."""
 
     def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
-        self._upstream = upstream
+        self._sender = Sender(upstream, settings)
         self._metrics = metrics
         self._first_bytes = FirstBytes(metrics)
         self._answer_headers = settings.answer_headers
         self._cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
-        self._sends_priority = settings.engine_priority
+        self._prefills = Prefills(self._sender, self._handoff, metrics)
 
     async def forward(
         self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
@@ -78,17 +79,25 @@ class Relay:
         """Send the job to the chosen worker and relay its answer; returns how the answer ended.
 
         tried_elsewhere: statuses that count as a failure of the worker. Raises UpstreamGone if the worker failed (then
-        another worker may be tried unless ``answer.started``), UpstreamError if its answer cannot be used.
+        another worker may be tried unless ``answer.started``), UpstreamError if its answer cannot be used,
+        PrefillFailed if the request was split and its worker has got nothing of it.
         """
-        booking = attempt.chosen
-        view, worker_id = booking.pool.view, decision.worker_id
-        with_ids = self._handoff.body(job.request, booking.prompt, job.body, view, worker_id)
+        booking, worker_id, held = attempt.chosen, decision.worker_id, attempt.chosen.prefill
+        if held is None:
+            with_ids = self._handoff.body(job.request, booking.prompt, job.body, booking.pool.view, worker_id)
+        else:
+            with_ids = await self._prefills.body(job, booking, decision, held, attempt.record)
         response = self._start(job, attempt, decision, with_ids or job.body)
+        if held is not None:
+            response.on_stale = None  # the parameters are sent once: a lost connection fails this attempt
+            held.handed_over(decision, attempt.record, streams=job.request.stream)
         try:
             await _head(response)
             if with_ids is not None and response.status in REFUSALS:  # send the request again without token ids
                 refused = response
                 refused.close()
+                if held is not None:
+                    held.given_up()
                 response = self._start(job, attempt, decision, job.body)
                 await _head(response)
                 if response.status < 400:
@@ -134,13 +143,7 @@ class Relay:
         record.sent(request_id, with_ids=body is not job.body)
         if call.path.form == "responses":
             body = with_response_id(job, booking, decision, body)
-        headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), record.headers)
-        rank = view.ranks.get(decision.worker_id)
-        if rank is not None:
-            headers += f"X-data-parallel-rank: {rank}\r\n".encode()
-        if self._sends_priority and (number := job.engine_priority(booking.pool, decision)) is not None:
-            headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
-        response = self._upstream.start(call.method, decision.url, call.target, body, headers)
+        response = self._sender.send(job, booking.pool, decision, request_id, body, record.headers)
         booking.sent(decision.worker_id, response, call.received_at)
         if decision.worker_id in view.unreported and not job.request.stream:
             token_s = view.token_s_of(decision.worker_id) or UNKNOWN_TOKEN_S
@@ -164,6 +167,8 @@ class Relay:
         """
         if response.content_type == EVENTS:
             piece, whole = await _opening(response, tried_elsewhere), False
+            if attempt.chosen.prefill is not None and response.status == 200:
+                piece = await _with_token(response, piece, tried_elsewhere)
         elif response.complete or _must_be_whole(job, response):
             piece, whole = await _read(response)
         else:
@@ -355,13 +360,30 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
                 if response.at_eof or not first_event.is_open(piece):
                     break
                 piece += await _first_piece(response)
-    event = first_event.read(piece[: first_event.MAX_BYTES], ended=response.at_eof)
+    _check_event(first_event.read(piece[: first_event.MAX_BYTES], ended=response.at_eof), piece, tried_elsewhere)
+    return piece
+
+
+async def _with_token(response: EngineResponse, piece: bytes, tried_elsewhere: frozenset[int]) -> bytes:
+    """Read on until the stream has a token: an engine that gets no blocks says so behind the event with the role.
+
+    Raises as ``_opening``.
+    """
+    while True:
+        event = first_event.telling(piece[: first_event.MAX_BYTES], ended=response.at_eof)
+        if event is not None or response.at_eof or len(piece) > first_event.MAX_BYTES:
+            _check_event(event, piece, tried_elsewhere)
+            return piece
+        piece += await _first_piece(response)
+
+
+def _check_event(event: first_event.Event | None, piece: bytes, tried_elsewhere: frozenset[int]) -> None:
+    """Raise UpstreamGone if this event of a stream's first piece is an error that another worker may not have."""
     error = None if event is None else first_event.error_of(event)
     if error is not None and error.status in first_event.FAILED | tried_elsewhere:
         refused, died = error.status not in (500, 504), engine_death.is_reported_in(piece)
         text = f"The worker's stream began with an error: {error.message}"
         raise UpstreamGone(text, refused=refused and not died, answered=not died)
-    return piece
 
 
 async def _first_piece(response: EngineResponse) -> bytes:

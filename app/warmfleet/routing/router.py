@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from warmfleet.routing.client_limits import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.pool_choice import PoolChoice
+from warmfleet.routing.prefills import PrefillFailed
 from warmfleet.routing.recovery.continuation import Continuation
 from warmfleet.routing.recovery.hedging import Hedging
 from warmfleet.routing.recovery.retries import Retries, RetryBudget
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.identifier import Identifier
     from warmfleet.settings import Settings
+
+logger = logging.getLogger("warmfleet.routing.router")
 
 Forward = Callable[["Job", "Attempt", "Decision", "ClientAnswer", frozenset[int]], Coroutine[Any, Any, "Outcome"]]
 
@@ -98,6 +102,9 @@ class Router:
                 attempt.release(outcome)  # before another worker is chosen
                 await self._continuation.go_on(job.admitted_in(attempt.chosen), cut, answer)
                 return
+            except PrefillFailed as error:
+                outcome = "failed"
+                job = self._by_one_engine(job, attempt, retries, error)
             except UpstreamGone as error:
                 outcome = "failed"
                 if answer.started:
@@ -118,6 +125,16 @@ class Router:
             finally:
                 answer.model = attempt.chosen.pool.tag
                 attempt.release(outcome)  # 5 settle
+
+    def _by_one_engine(self, job: Job, attempt: Attempt, retries: Retries, error: PrefillFailed) -> Job:
+        """Return the job for an attempt at one engine, because the engine that should compute its prompt failed."""
+        pool, prefill = attempt.chosen.pool, attempt.chosen.prefill
+        worker_id = "" if prefill is None else prefill.engine.worker_id
+        logger.info("%s does not compute a prompt for another engine (%s): %s", worker_id, error.result, error)
+        job.call.record.event("retry", **{"warmfleet.worker": worker_id, "error.type": f"prefill_{error.result}"})
+        if error.to_blame is not None:
+            retries.to_blame = (*retries.to_blame, (pool, error.to_blame))
+        return job.admitted_in(attempt.chosen).as_of_now()._replace(alone=True)
 
     async def prepare(self, call: Call) -> Job:
         """Read the call and its prompt. Raises BadRequest, TooLarge, ModelNotFound, FleetUnavailable."""

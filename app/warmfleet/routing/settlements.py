@@ -11,7 +11,7 @@ from warmfleet.fleet.bookings import Outcome, Told
 
 if TYPE_CHECKING:
     from warmfleet.errors import WarmfleetError
-    from warmfleet.fleet import SessionEnd, Shortfall
+    from warmfleet.fleet import Moved, SessionEnd, Shortfall
     from warmfleet.metrics import Counter, Metrics
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.tickets import Tickets
@@ -43,16 +43,16 @@ class Settlements:
         shortfall: Shortfall | None = None,
         record: TryRecord | None = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> None:
-        """Send Redis an outcome without waiting. A background round repeats an outcome that Redis did not take, without
-        the tokens, the shortfall and the session. record: gets the cached tokens, if the engine's plugin has reported
-        them.
+        """Send Redis an outcome without waiting. A background round repeats an outcome that Redis did not take, with
+        nothing else. record: gets the cached tokens, if the engine's plugin has reported them.
 
         Redis takes the outcome before every later decision, because all go over one connection.
         """
         self._under_way += 1
         answered = partial(self._answered, pool, reservation, outcome, record=record)
-        pool.fleet.bookings.settle_later(reservation, outcome, answered, tokens, shortfall, session)
+        pool.fleet.bookings.settle_later(reservation, outcome, answered, tokens, shortfall, session, moved)
 
     def _answered(
         self,

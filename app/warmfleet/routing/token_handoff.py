@@ -61,8 +61,21 @@ class Handoff:
         text = "worker %s answered %d to token ids, but takes the text: no hand-off to it for %d s"
         logger.warning(text, worker_id, status, PAUSE_S)
 
+    def takes(self, request: Request, prompt: IdentifiedPrompt, view: View, worker_id: str) -> bool:
+        """Return whether this worker can get the ids of a split request, which no engine gets as text."""
+        return self._enabled and not self._lacking(request, prompt, view, worker_id)
+
     def _against(self, request: Request, prompt: IdentifiedPrompt, view: View, worker_id: str) -> str:
         """Return why this worker gets no ids; empty if it gets them."""
+        if lacking := self._lacking(request, prompt, view, worker_id):
+            return lacking
+        if len(self._requests) >= MAX_WORKERS:
+            self._requests.clear()
+        count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1
+        return "" if count % CHECK_EVERY else "check"
+
+    def _lacking(self, request: Request, prompt: IdentifiedPrompt, view: View, worker_id: str) -> str:
+        """Return why this worker cannot get ids; empty if it can."""
         if request.text_only:
             return "text"
         if list in map(type, request.prompts):
@@ -84,7 +97,4 @@ class Handoff:
             return "paused"
         if longest >= able.limit_tokens:
             return "length"  # too long: the engine's error message should speak of the text that the client sent
-        if len(self._requests) >= MAX_WORKERS:
-            self._requests.clear()
-        count = self._requests[worker_id] = self._requests.get(worker_id, -1) + 1
-        return "" if count % CHECK_EVERY else "check"
+        return ""

@@ -15,7 +15,7 @@ from tests.support.fleet.transfers import SAME
 from warmfleet.cli.doctor import fleet_checks
 from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
-from warmfleet.pools.pairing import NOT_SPLIT, Obstacle, pairing, pairs_in_words, roles_in_words
+from warmfleet.pools.pairing import SPLIT, Obstacle, pairing, pairs_in_words, roles_in_words
 from warmfleet_worker.protocol.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def test_equals_pair_and_the_others_are_told_why() -> None:
     fleet = [worker("p1", P), worker("p2", but(P, vLLM="0.31.0")), worker("d1", D), worker("plain", None)]
     found = pairing(fleet)
     assert found.pairs == {("p1", "d1")}
-    assert pairs_in_words(found) == {"prefill": 2, "decode": 1, "both": 0, "pairs": 1, "told": NOT_SPLIT}
+    assert pairs_in_words(found) == {"prefill": 2, "decode": 1, "both": 0, "pairs": 1, "told": SPLIT}
     told = roles_in_words(found)
     assert told["p1"] == {"role": "prefill", "partners": 1, "of": 1, "apart": []}
     why = "vLLM: 0.31.0 at the prefill engine, 0.32.0 at the decode engine"
@@ -109,7 +109,7 @@ def test_the_doctor_says_who_pairs_and_each_reason_once() -> None:
     wrong = replace(D, recomputes=False)
     fleet = [worker("p1", P), worker("p2", P), worker("d1", D), worker("d2", wrong), worker("d3", wrong)]
     fine, noted = fleet_checks.pairs(fleet)
-    assert (fine.state, fine.detail) == (State.OK, f"p1, p2 can prefill for d1 (2 pairs); {NOT_SPLIT}")
+    assert (fine.state, fine.detail) == (State.OK, f"p1, p2 can prefill for d1 (2 pairs); {SPLIT}")
     assert noted.state is State.NOTE
     assert noted.detail.startswith("p1, p2 cannot prefill for d2, d3: kv_load_failure_policy")
     assert "recompute" in noted.remedy

@@ -23,7 +23,7 @@ from warmfleet.routing.tickets import Tickets
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from warmfleet.fleet import Fleet, SessionEnd
+    from warmfleet.fleet import Fleet, Moved, SessionEnd
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.fleet.connection.multiplexed import OnAnswer
 
@@ -49,7 +49,9 @@ class Store(ConstantsAlone):
         tokens: int = 0,
         shortfall: object = None,
         session: SessionEnd | None = None,
+        moved: Moved | None = None,
     ) -> None:
+        assert moved is None
         assert (reservation, tokens, shortfall, session) == (NAME, 0, None, None)
         asyncio.get_running_loop().call_soon(self._answer, outcome, on_answer)
 

@@ -15,6 +15,8 @@ from warmfleet_loadtest.simulator.transfers.config import Link, TransferConfig
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from warmfleet_loadtest.simulator.api import Served
+    from warmfleet_loadtest.simulator.fleet_membership import Membership
     from warmfleet_loadtest.simulator.step_costs import StepCosts
 
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -55,12 +57,18 @@ def text_of(answer: httpx.Response) -> str:
 
 @asynccontextmanager
 async def transferring(
-    transfer: TransferConfig | None, costs: StepCosts | None = None, blocks: int = 256
+    transfer: TransferConfig | None,
+    costs: StepCosts | None = None,
+    blocks: int = 256,
+    served: Served = DEMO,
+    membership: Membership | None = None,
 ) -> AsyncIterator[Transferring]:
-    """Run an engine. transfer: None: one that hands over nothing."""
+    """Run an engine. transfer: None: one that hands over nothing. membership: of a fleet; its URL is filled in."""
     settings = config(costs, blocks) if costs else config(blocks=blocks)
-    engine = Engine(replace(settings, transfer=transfer), demo_identity(), DEMO)
+    engine = Engine(replace(settings, transfer=transfer), demo_identity(), served)
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url, timeout=30) as http:
+        if membership is not None:
+            engine.join(replace(membership, url=up.url), demo_identity().artifacts())
         yield Transferring(engine, http)
 
 

@@ -12,7 +12,7 @@ from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
-from warmfleet.pools.pairing import NOT_SPLIT, Obstacle, pairing
+from warmfleet.pools.pairing import Obstacle, pairing, use_of_pairs
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
@@ -292,7 +292,9 @@ def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
     found, findings = pairing(workers), []
     if found.pairs:
         prefill, decode = (sorted({pair[end] for pair in found.pairs}) for end in (0, 1))
-        text = f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {NOT_SPLIT}"
+        text = (
+            f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use_of_pairs(found)}"
+        )
         findings.append(ok("pairs", text))
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():

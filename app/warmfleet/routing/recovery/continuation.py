@@ -196,7 +196,9 @@ def _rest(job: Job, followed: FollowedStream) -> Job | None:
     for name, value in changes.items():
         body = with_key(body, name, value)
     prompt = identify_ids(request, job.pool.view, [ids], "engine")
-    return job._replace(body=body, prompt=prompt, continuable=None, session=b"")  # a begun answer is never held
+    return job._replace(
+        body=body, prompt=prompt, continuable=None, session=b"", alone=True
+    )  # a begun answer is never held
 
 
 def _characters(request: Request) -> int:

@@ -114,6 +114,7 @@ class Hedging:
     ) -> Outcome:
         job = race.job
         job.call.record.event("hedge", **{"warmfleet.worker": decision.worker_id})
+        job = job._replace(alone=True)  # a late prompt is computed twice, not three times
         other = Attempt(self._settlements, job, (*attempt.chosen.never, decision.worker_id))
         second = race.run(other, self._second(job, other, race.answer))
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ from warmfleet.errors import NameRefused
 if TYPE_CHECKING:
     from warmfleet.errors import NoWorker, UpstreamGone
     from warmfleet.fleet import Decision
+    from warmfleet.pools.outliers import Judged
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
 
@@ -60,7 +61,7 @@ class Retries:
     """
 
     failed_workers: tuple[str, ...] = ()
-    to_blame: tuple[tuple[Pool, Decision], ...] = ()
+    to_blame: tuple[tuple[Pool, Decision | Judged], ...] = ()
     avoids_failing = True
     pause_s = 0.0
     _attempts_left = MAX_ATTEMPTS

@@ -1,0 +1,113 @@
+"""The booking at the engine that computes the prompt of a split request: from the decision until it is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from warmfleet.fleet import Moved, Renewal
+from warmfleet.pools.stalled_requests import Try
+
+if TYPE_CHECKING:
+    from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.fleet import Decision, PrefillLeg
+    from warmfleet.fleet.bookings import Outcome
+    from warmfleet.pools.pool import Pool
+    from warmfleet.routing.settlements import Settlements
+    from warmfleet.tracing.request_record import TryRecord
+
+
+class PrefillState(Enum):
+    """How far the step at the engine that computes the prompt has come.
+
+    BOOKED: not sent. SENT: no answer yet. ANSWERED: the engine keeps the blocks for another engine. ENDED: nothing is
+    booked any more, or the rest expires.
+    """
+
+    BOOKED = auto()
+    SENT = auto()
+    ANSWERED = auto()
+    ENDED = auto()
+
+
+class PrefillBooking:
+    """What a split request holds at the engine that computes its prompt. It belongs to the request's ``Booking``, whose
+    release ends it. How it is settled: ``fleet.PrefillLeg``.
+
+    engine: as decided. answered_at: when the engine's answer was read (``time.perf_counter``).
+    """
+
+    def __init__(self, settlements: Settlements, pool: Pool, engine: PrefillLeg) -> None:
+        self._settlements = settlements
+        self._pool = pool
+        self._timer: asyncio.TimerHandle | None = None
+        self.engine = engine
+        self.state = PrefillState.BOOKED
+        self.answered_at = 0.0
+        pool.reservations.add(
+            Renewal(engine.reservation, engine.worker_id, engine.prefill_tokens, engine.decode_tokens)
+        )
+        pool.degraded.take(engine.worker_id)
+
+    def sent(self, response: EngineResponse, received_at: float) -> None:
+        """Note that the step is sent, and watch whether its engine falls silent. received_at: see ``Call``."""
+        self.state = PrefillState.SENT
+        self._pool.tries.begin(self.engine.reservation, Try(self.engine.worker_id, response, received_at))
+
+    def answered(self) -> None:
+        """Note that the prompt is computed, and its blocks wait for the other engine."""
+        self.state, self.answered_at = PrefillState.ANSWERED, time.perf_counter()
+        self._pool.tries.end(self.engine.reservation)
+        if self._pool.reservations.prefill_done(self.engine.reservation):
+            self._settlements.settle_later(self._pool, self.engine.reservation, "started")
+
+    def taken(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
+        """Note that the other engine has sent a token, so it has the blocks. streams: this was its first token."""
+        if self.state is not PrefillState.ANSWERED:
+            return
+        moved = None
+        if streams:
+            slots = [view.load.slot for view in self._pool.view.workers if view.worker_id == decision.worker_id]
+            lacked, took_s = decision.prompt_tokens - decision.matched_tokens, time.perf_counter() - self.answered_at
+            moved = Moved(slots[0], lacked, took_s) if slots else None
+        self._end("finished", moved, record)
+
+    def handed_over(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
+        """Note that the other engine gets the parameters. An answer that is not streamed comes long after the blocks,
+        so these count as moved after the time in which the engine would compute them.
+        """
+        if not streams:
+            lacked = decision.prompt_tokens - decision.matched_tokens
+            due_s = self._pool.view.token_s_of(decision.worker_id) * (decision.wait_tokens + lacked)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(due_s, lambda: self.taken(decision, record, streams=False))
+
+    def given_up(self) -> None:
+        """Note that the other engine, which has got the parameters, failed. Perhaps nobody tells this engine to free
+        the blocks, so what is booked expires when the engine's lease does.
+        """
+        if self.state is PrefillState.ANSWERED:
+            self._end(None)
+
+    def release(self, outcome: Outcome) -> None:
+        """Give back what is still booked. outcome: of the request, or of this step. Never waits; a second call does
+        nothing.
+        """
+        if self.state is PrefillState.ANSWERED:
+            # If the client hung up, the other engine gives the request up, and tells this one to free the blocks.
+            self._end(None if outcome == "failed" else "finished")
+        elif self.state is not PrefillState.ENDED:
+            self._end(outcome if outcome in ("failed", "unsent") else "cancelled")
+
+    def _end(self, outcome: Outcome | None, moved: Moved | None = None, record: TryRecord | None = None) -> None:
+        self.state = PrefillState.ENDED
+        pool, reservation = self._pool, self.engine.reservation
+        if self._timer is not None:
+            self._timer.cancel()
+        pool.reservations.remove(reservation)
+        pool.tries.end(reservation)
+        pool.degraded.give(self.engine.worker_id)
+        if outcome is not None:
+            self._settlements.settle_later(pool, reservation, outcome, record=record, moved=moved)

@@ -1,0 +1,245 @@
+"""Has an engine compute the prompt of a split request, so that the chosen worker can take the blocks from there.
+
+vLLM's NIXL connector hands a prompt over in two steps. Step 1 goes to the prefill engine: the client's request for one
+token, with ``do_remote_decode``. Its answer has ``kv_transfer_params``, which tell where the blocks are. Step 2 goes to
+the decode engine: the client's request with these parameters. That engine reads the blocks out of the other's memory,
+and neither checks that they are still those of the prompt. Therefore:
+
+* Both steps have the same token ids, since a longer prompt kills the decode engine, and another one spoils its cache.
+* The parameters go out once, to one engine, on no connection that would send them again, and not after the prefill
+  engine's lease less ``MARGIN_S``, by which time the decode engine may have begun to extend the lease.
+* Whatever fails, the request is decided anew and served by one engine (``PrefillFailed``), which computes its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import orjson
+
+from warmfleet.engines import engine_death
+from warmfleet.errors import UpstreamError, UpstreamGone
+from warmfleet.pools.outliers import Judged
+from warmfleet.prompt.json_splice import spliced, with_fields
+from warmfleet.prompt.request import decoded
+
+if TYPE_CHECKING:
+    from warmfleet.engines.engine_connection import EngineResponse
+    from warmfleet.fleet import Decision, PrefillLeg
+    from warmfleet.metrics import Metrics
+    from warmfleet.pools.identified_prompt import IdentifiedPrompt
+    from warmfleet.pools.pairing import Splits
+    from warmfleet.pools.pool import Pool
+    from warmfleet.routing.booking import Booking
+    from warmfleet.routing.call import Job
+    from warmfleet.routing.prefill_booking import PrefillBooking
+    from warmfleet.routing.sender import Sender
+    from warmfleet.routing.token_handoff import Handoff
+    from warmfleet.tracing.request_record import Attributes, TryRecord
+
+#: Time before the end of the lease at which the parameters count as too old: the first handshake of a pair takes up to
+#: 9 s, and the lease is not extended before.
+MARGIN_S = 10.0
+#: The step may take SLOWER times as long as decisions believe, and LEAST_S more; then its engine counts as hung.
+SLOWER, LEAST_S = 4.0, 2.0
+#: Time between two looks at the clock while the answer is awaited: if this process stood still, the answer may be as
+#: old as the last look.
+LOOK_S = 1.0
+ANSWER_MAX_BYTES = 4_194_304  # most bytes of the step's answer: it lists a number for each block of the prompt
+UNKNOWN_TOKEN_S = 1e-4  # prefill of a token if no worker's speed is known, as in lua/parts/shared/alive_workers.lua
+#: Fields of step 1 that differ from the client's.
+ONE_TOKEN = {
+    "max_tokens": b"1",
+    "min_tokens": b"0",
+    "stream": b"false",
+    "stream_options": b"null",
+    "return_token_ids": b"false",
+}
+STEP_1 = b'{"do_remote_decode":true,"do_remote_prefill":false}'
+
+Result = Literal["refused", "failed", "late", "unfit"]
+
+
+class PrefillFailed(Exception):  # noqa: N818  a condition, as in ``errors``
+    """No engine has computed the prompt for the chosen worker, which has got nothing of the request.
+
+    result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request.
+    """
+
+    def __init__(self, result: Result, why: str, to_blame: Judged | None = None) -> None:
+        super().__init__(why)
+        self.result = result
+        self.to_blame = to_blame
+
+
+def unfit(job: Job, prompt: IdentifiedPrompt, splits: Splits) -> bool:
+    """Return whether one engine must serve this job: because of its form, or because its token ids are not known."""
+    request = job.request
+    if job.alone or prompt.kind != "exact" or prompt.prompt_count != 1 or request.samples != 1:
+        return True
+    if request.unforeseen or request.text_only or not request.from_json or request.dialect != "chat":
+        return True
+    known = len(prompt.prompts) == 1 and prompt.prompts[0].tokens > 0  # not so with images
+    return not known or job.call.path.form not in splits.endpoints
+
+
+class Prefills:
+    """Takes step 1 for the split jobs of one replica."""
+
+    def __init__(self, sender: Sender, handoff: Handoff, metrics: Metrics) -> None:
+        self._sender = sender
+        self._handoff = handoff
+        self._results = cache(metrics.splits.labels)
+
+    async def body(
+        self, job: Job, booking: Booking, decision: Decision, held: PrefillBooking, record: TryRecord
+    ) -> bytes:
+        """Have the prompt computed; return the body for the chosen worker, which must be sent at once and once.
+
+        held: of ``booking``. Raises PrefillFailed.
+        """
+        pool, engine = booking.pool, held.engine
+        began_at = time.perf_counter()
+        try:
+            base, ids = self._ids(job, booking.prompt, pool, engine, decision)
+            params = await self._params(job, booking, held, with_params(job, base, ids, STEP_1, ONE_TOKEN), record)
+        except PrefillFailed as error:
+            held.release("failed" if error.result in ("failed", "refused") else "cancelled")
+            self._results(error.result, pool.tag).inc()
+            raise
+        self._results("split", pool.tag).inc()
+        pool.outliers.served(Judged(engine.worker_id, engine.trial))
+        told: Attributes = {"warmfleet.worker": engine.worker_id}
+        told["prefill_ms"] = round(1_000 * (time.perf_counter() - began_at), 1)
+        job.call.record.event("prefill", **told)
+        return with_params(job, base, ids, params, {})
+
+    def _ids(
+        self, job: Job, prompt: IdentifiedPrompt, pool: Pool, engine: PrefillLeg, decision: Decision
+    ) -> tuple[bytes, bytes]:
+        """Return the body in which both engines get the prompt, and the ids of a chat as JSON. Raises PrefillFailed."""
+        request, data = job.request, decoded(job.body)
+        if not plain(data):
+            raise PrefillFailed("unfit", "a field that both steps need is not plain")
+        if list in map(type, request.prompts):
+            return job.body, b""
+        if not all(
+            self._handoff.takes(request, prompt, pool.view, one) for one in (engine.worker_id, decision.worker_id)
+        ):
+            raise PrefillFailed("unfit", "an engine takes no token ids")
+        ids = prompt.prompts[0].json()
+        if request.endpoint == "chat":
+            return job.body, b"".join(ids)
+        text = request.prompts[0]
+        made = spliced(request.endpoint, job.body, [ids], len(text))
+        if made is None:
+            raise PrefillFailed("unfit", "the body has too many parts")
+        return made, b""
+
+    async def _params(self, job: Job, booking: Booking, held: PrefillBooking, body: bytes, record: TryRecord) -> bytes:
+        """Send step 1, and return the parameters for step 2 as JSON. Raises PrefillFailed."""
+        pool, engine = booking.pool, held.engine
+        token_s = pool.view.token_s_of(engine.worker_id) or UNKNOWN_TOKEN_S
+        limit_s = LEAST_S + SLOWER * (token_s * (engine.wait_tokens + engine.prefill_tokens) + engine.tier_s)
+        judged = Judged(engine.worker_id, engine.trial)
+        request_id = f"{engine.reservation}.{job.call.record.request_id}"
+        try:
+            response = self._sender.send(job, pool, engine, request_id, body, record.headers)
+        except UpstreamError as error:
+            raise PrefillFailed("failed", error.message, judged) from error
+        held.sent(response, job.call.received_at)
+        try:
+            answer, looked_at = await _whole(response, limit_s)
+        except TimeoutError as error:
+            pool.avoid(engine.worker_id)
+            raise PrefillFailed("late", f"no answer within {limit_s:.1f} s", judged) from error
+        except UpstreamError as error:
+            if not isinstance(error, UpstreamGone) or error.warns_others:
+                pool.avoid(engine.worker_id)
+            raise PrefillFailed("failed", error.message, judged) from error
+        finally:
+            response.close()  # an engine that is still at work stops, and keeps no blocks
+        params = _read(response.status, answer, booking.prompt.prompt_tokens, judged)
+        held.answered()
+        if time.perf_counter() - looked_at > _lease_s(pool, engine.worker_id) - MARGIN_S:
+            held.given_up()
+            raise PrefillFailed("late", "the lease of the blocks may have ended")
+        return params
+
+
+def plain(data: dict[str, Any]) -> bool:
+    """Return whether the prefill engine's check of a request covers the fields that only the decode engine gets.
+
+    A decode engine that cannot read a body tells nobody, and the blocks stay with the prefill engine until its lease
+    ends. No beam search is split, because each of its beams would take the blocks.
+    """
+    most = 2**31
+    options = data.get("stream_options")
+    least, limit = data.get("min_tokens"), data.get("max_completion_tokens") or data.get("max_tokens")
+    return (
+        data.get("stream") in (None, False, True)
+        and all((type(data.get(name)) is int and 0 < data[name] < most) or data.get(name) is None for name in LIMITS)
+        and (least is None or (type(least) is int and 0 <= least <= (limit or 0)))
+        and (options is None or (bool(data.get("stream")) and _are_flags(options)))
+        and data.get("return_token_ids") in (None, False, True)
+        and not data.get("use_beam_search")
+    )
+
+
+LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def _are_flags(options: Any) -> bool:
+    return isinstance(options, dict) and all(type(value) is bool for value in options.values())
+
+
+def with_params(job: Job, base: bytes, ids: bytes, params: bytes, changes: dict[str, bytes]) -> bytes:
+    """Return the body of a step: ``base`` with the changes and the parameters. ids: of a chat; empty: in ``base``."""
+    given = params if not ids else b"".join((b'{"prompt_token_ids":', ids, b",", params[1:]))
+    if changes and job.request.endpoint == "chat":
+        changes = {**changes, "max_completion_tokens": b"1"}
+    return with_fields(base, {**changes, "kv_transfer_params": given})
+
+
+async def _whole(response: EngineResponse, limit_s: float) -> tuple[bytes, float]:
+    """Return the whole body, and a time at which it had not come yet. Raises UpstreamError, TimeoutError."""
+    looked_at = time.perf_counter()
+    ends, body = looked_at + limit_s, b""
+    while True:
+        try:
+            async with asyncio.timeout(min(LOOK_S, ends - time.perf_counter())):
+                await response.head()
+                while not response.at_eof:
+                    body += await response.read_any()
+                    if len(body) > ANSWER_MAX_BYTES:
+                        raise UpstreamError("The answer is too long.")
+                return body, looked_at
+        except TimeoutError:
+            if not response.complete:  # else it may have come before this process stood still
+                looked_at = time.perf_counter()
+                if looked_at >= ends:
+                    raise
+
+
+def _read(status: int, answer: bytes, prompt_tokens: int, judged: Judged) -> bytes:
+    """Return the parameters in an answer to step 1. Raises PrefillFailed."""
+    if status != 200:
+        dead = engine_death.is_reported_in(answer)
+        raise PrefillFailed("failed" if dead else "refused", f"it answered {status}", judged)
+    try:
+        whole = orjson.loads(answer)
+        params, told = whole["kv_transfer_params"], whole["usage"]["prompt_tokens"]
+        if params["do_remote_prefill"] is not True or told != prompt_tokens:
+            raise PrefillFailed("refused", "it computed no prompt, or another", judged)
+        return orjson.dumps(params)
+    except (ValueError, LookupError, TypeError) as error:
+        raise PrefillFailed("refused", "its answer has no parameters", judged) from error
+
+
+def _lease_s(pool: Pool, worker_id: str) -> float:
+    """Return how long the engine keeps blocks that nobody takes; 0 if it has left."""
+    found = [view.transfer for view in pool.view.workers if view.worker_id == worker_id]
+    return float(found[0].lease_s) if found and found[0] is not None else 0.0

@@ -1,0 +1,305 @@
+"""Requests that two engines serve: the prefill engine computes the prompt, the decode engine takes its blocks over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.engines.transferring import CONSUMER
+from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
+from tests.support.polling import poll
+
+from warmfleet.routing import prefills
+from warmfleet_loadtest.simulator.scheduler import Leg
+from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+TEXT = " ".join(f"word{number}" for number in range(250))
+LENGTH: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
+COMPLETION: dict[str, Any] = LENGTH | {"prompt": TEXT}
+#: The body for a text.
+PATHS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/completions": lambda text: LENGTH | {"prompt": text},
+    "/v1/chat/completions": lambda text: LENGTH | {"messages": [{"role": "user", "content": text}]},
+}
+
+
+def events(said: bytes) -> list[Any]:
+    lines = [line[6:] for line in said.decode().splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def streamed_text(said: bytes) -> str:
+    choices = [choice for event in events(said) for choice in event["choices"]]
+    return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)
+
+
+@pytest.fixture
+async def fleet(valkey_url: str, model: str) -> AsyncIterator[SplitFleet]:
+    async with split_fleet(valkey_url, model) as made:
+        await made.busy()
+        yield made
+
+
+async def test_two_engines_make_the_answer_of_one(fleet: SplitFleet) -> None:
+    for count, (path, stream) in enumerate(product(PATHS, (False, True)), 1):
+        asked = PATHS[path](f"{count} {TEXT}")
+        body = asked | {"stream": stream} | ({"stream_options": {"include_usage": True}} if stream else {})
+        status, headers, said = await fleet.router.post(body, path)
+        assert status == 200, said
+        assert (await fleet.results(), fleet.prefilled(), fleet.taken()) == ({"split": count}, count, count)
+        assert (headers["x-warmfleet-prefill-worker"], headers["x-warmfleet-worker"]) == ("p0.0", "d0.0")
+        answer = streamed_text(said) if stream else text_of(json.loads(said))
+        assert answer == text_of(await alone(asked, path))
+        await fleet.given_back()
+
+
+async def test_usage_tells_what_the_prefill_engine_had_cached(fleet: SplitFleet) -> None:
+    """Its prediction is compared with that, and nothing with what the decode engine reports: it has got all."""
+    await fleet.prefill[0].order(bytes_per_s=3e8)  # it reports its part before the other engine has the blocks
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    await fleet.router.post(COMPLETION | stream)
+    await fleet.given_back()
+    (await fleet.decode[0].http.post("/sim/reset")).raise_for_status()
+    _, headers, said = await fleet.router.post(COMPLETION | stream | {"prompt": f"{TEXT} and so on {TEXT}"})
+    cached = events(said)[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == int(headers["x-warmfleet-matched-tokens"]) > 0
+    assert await fleet.results() == {"split": 2}
+    await poll(lambda: _counted(fleet, "exact", 2), 10, "both predictions are compared")
+    assert await _counted(fleet, "over", 0)
+    assert await _counted(fleet, "short", 0)
+
+
+async def _counted(fleet: SplitFleet, name: str, count: int) -> bool:
+    index = json.loads((await fleet.router.get("/workers"))[1])["models"][0]["index"]
+    return int(index["counts"].get(name, 0)) == count
+
+
+async def test_ids_of_a_client_go_to_both_engines(fleet: SplitFleet) -> None:
+    body = {"prompt": list(range(300, 900)), "max_tokens": 4, "ignore_eos": True}
+    status, _, said = await fleet.router.post(body)
+    assert (status, text_of(json.loads(said))) == (200, text_of(await alone(body)))
+    assert await fleet.results() == {"split": 1}
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "n": {"n": 2},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "echo": {"echo": True},
+    "prompts": {"prompt": [TEXT, TEXT]},
+    "decode engines cannot read it": {"max_tokens": "8"},
+    "min_tokens": {"min_tokens": 20, "max_tokens": 8},
+    "options of no stream": {"stream_options": {"include_usage": True}},
+}
+
+
+async def test_one_engine_serves_a_request_that_two_cannot(fleet: SplitFleet) -> None:
+    for why, changes in UNFIT.items():
+        status, headers, said = await fleet.router.post(COMPLETION | {"prompt": f"{why} {TEXT}"} | changes)
+        assert (status, headers["x-warmfleet-worker"]) == (200, "d0.0"), (why, said)
+    assert set(await fleet.results()) == {"unfit"}
+    assert fleet.prefilled() == 0
+    await fleet.given_back()
+
+
+async def test_a_gateway_gets_one_engine(fleet: SplitFleet) -> None:
+    status, _, said = await fleet.router.post(COMPLETION, "/route?endpoint=/v1/completions")
+    assert (status, json.loads(said)["worker"]) == (200, "d0.0")
+    assert (await fleet.leg_load(), await fleet.results()) == (0, {"unfit": 1})
+
+
+# ---------------------------------------------------------------- the prefill engine fails
+
+
+async def served(fleet: SplitFleet, text: str = TEXT, *, stream: bool = True) -> dict[str, str]:
+    """Ask once; return the headers of an answer that is right."""
+    body = COMPLETION | {"prompt": text}
+    status, headers, said = await fleet.router.post(body | {"stream": stream})
+    assert status == 200, said
+    assert (streamed_text(said) if stream else text_of(json.loads(said))) == text_of(await alone(body))
+    return headers
+
+
+@pytest.mark.parametrize("moment", ["now", "prefill"])
+async def test_a_prefill_engine_dies_before_it_answers(fleet: SplitFleet, moment: str) -> None:
+    if moment == "now":
+        fleet.prefill[0].engine.die()
+    else:
+        await fleet.prefill[0].order(die=moment)
+    headers = await served(fleet)
+    assert headers["x-warmfleet-worker"] == "d0.0"
+    assert "x-warmfleet-prefill-worker" not in headers
+    assert await fleet.results() in ({"failed": 1, "unfit": 1}, {"no_pair": 1}, {"failed": 1, "no_pair": 1})
+    assert fleet.taken() == 0
+
+
+async def test_a_prefill_engine_dies_before_its_blocks_are_read(fleet: SplitFleet) -> None:
+    await fleet.prefill[0].order(die="answered")
+    await served(fleet)
+    assert await fleet.results() == {"split": 1}
+    side = fleet.decode[0].engine.transfers
+    assert side is not None
+    assert side.counts.recomputed == 1
+
+
+async def test_a_prefill_engine_that_hangs_is_not_waited_for(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefills, "LEAST_S", 0.2)
+    await fleet.prefill[0].order(hang="prefill")
+    await served(fleet)
+    assert await fleet.results() == {"late": 1, "unfit": 1}
+    await served(fleet, f"another {TEXT}")
+    assert await fleet.results() == {"late": 1, "unfit": 1, "cheaper": 1}, "it is avoided for a moment"
+    await fleet.prefill[0].order(resume=True)
+    await fleet.given_back()
+
+
+async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three refusals of what another engine served, the fleet sends it nothing for a while."""
+
+    async def refuse(*_: object) -> None:
+        raise ValueError("no room")
+
+    monkeypatch.setattr(fleet.prefill[0].engine.core, "submit", refuse)
+    for number in range(3):
+        await served(fleet, f"{number} {TEXT}")
+    assert await fleet.results() == {"refused": 3, "unfit": 3}
+
+    async def ejected() -> bool:
+        views = await fleet.router.fleet.workers.read()
+        return any(view.worker_id == "p0.0" and not view.routable for view in views)
+
+    await poll(ejected, 15, "it is ejected")
+    await fleet.given_back()
+
+
+async def test_blocks_whose_lease_may_have_ended_are_not_read(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer may have come while this process stood still."""
+    monkeypatch.setattr(prefills, "MARGIN_S", 29.8)  # the engine keeps blocks for 30 s
+    take_params = PrefillSide.take_params
+
+    def after_a_pause(side: PrefillSide, request: Any) -> Any:
+        params = take_params(side, request)
+        if params is not None:
+            time.sleep(0.3)  # as if this whole process was stopped
+        return params
+
+    monkeypatch.setattr(PrefillSide, "take_params", after_a_pause)
+    await served(fleet)
+    assert await fleet.results() == {"late": 1, "unfit": 1}
+    assert (fleet.prefilled(), fleet.taken()) == (1, 0)
+
+
+async def test_without_prefill_engines_one_engine_serves(fleet: SplitFleet, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "warmfleet.pools.pool"):
+        fleet.prefill[0].engine.die()
+        await poll(lambda: "cannot be split" in caplog.text, 20, "the replica says so")
+        await served(fleet)
+    assert await fleet.results() == {"no_pair": 1}
+    shown = json.loads((await fleet.router.get("/workers"))[1])["models"][0]
+    assert shown["pairs"]["pairs"] == 0
+    told = {worker["worker_id"]: worker.get("pairs") for worker in shown["workers"]}
+    assert "no prefill engine of its pool" in told["d0.0"]["apart"][0]["why"]
+
+
+async def test_engines_of_two_versions_serve_alone(valkey_url: str, model: str) -> None:
+    """Neither is idle: without a pair roles do not count."""
+    other = replace(CONSUMER, version="sim 2")
+    async with split_fleet(valkey_url, model, consumer=other, pairs=0) as fleet:
+        workers = {(await served(fleet))["x-warmfleet-worker"]}
+        await fleet.busy()
+        workers |= {(await served(fleet, f"another {TEXT}"))["x-warmfleet-worker"]}
+        assert (workers, await fleet.results()) == ({"p0.0", "d0.0"}, {"no_pair": 2})
+
+
+async def test_in_an_upgrade_only_equals_share_requests(valkey_url: str, model: str) -> None:
+    old = replace(CONSUMER, version="sim 0")
+    async with split_fleet(valkey_url, model, decode=2, consumer=[CONSUMER, old], pairs=1) as fleet:
+        await fleet.busy()
+        for number in range(3):
+            await served(fleet, f"{number} {TEXT}", stream=bool(number % 2))
+        assert fleet.taken(1) == 0
+        assert set(await fleet.results()) <= {"split", "cheaper"}
+
+
+# ---------------------------------------------------------------- the decode engine fails
+
+
+async def test_a_decode_engine_dies_before_its_first_token(valkey_url: str, model: str) -> None:
+    """Another engine gets the request, and other parameters or none."""
+    async with split_fleet(valkey_url, model, decode=2) as fleet:
+        await fleet.busy()
+        await fleet.prefill[0].order(hang="read")
+        asked = asyncio.create_task(served(fleet))
+        await poll(lambda: any(_reads(fleet, number) for number in (0, 1)), 10, "a decode engine waits for blocks")
+        first = 0 if _reads(fleet, 0) else 1
+        fleet.decode[first].engine.die()
+        await fleet.prefill[0].order(resume=True)
+        headers = await asked
+        assert headers["x-warmfleet-worker"] in ("p0.0", f"d{1 - first}.0")
+        assert await fleet.router.metric('warmfleet_retries_total{where="another"}') == 1
+
+
+def _reads(fleet: SplitFleet, number: int) -> bool:
+    """Whether a request at this decode engine waits for blocks."""
+    return any(request.leg == Leg.LOADING for request in fleet.decode[number].engine.core.scheduler.waiting)
+
+
+async def test_a_decode_engine_dies_after_its_first_token(fleet: SplitFleet) -> None:
+    body = COMPLETION | {"stream": True, "max_tokens": 200}
+    async with fleet.router.client.post(f"{fleet.router.url}/v1/completions", json=body) as answer:
+        await answer.content.readany()
+        await fleet.given_back()
+        fleet.decode[0].engine.die()
+        rest = (await answer.content.read()).decode()
+    assert '"error"' in rest
+    assert await fleet.results() == {"split": 1}
+
+
+# ---------------------------------------------------------------- the client hangs up
+
+
+async def test_a_client_hangs_up_while_its_prompt_is_computed(valkey_url: str, model: str) -> None:
+    async with split_fleet(valkey_url, model, speed="4") as fleet:  # half a second for the prompt
+        await fleet.busy()
+        core = fleet.prefill[0].engine.core.scheduler
+        asked = asyncio.create_task(fleet.router.post(COMPLETION))
+        await poll(lambda: core.running, 10, "the prefill engine computes")
+        asked.cancel()
+        await poll(lambda: not core.running, 5, "the prefill engine has stopped")
+        await fleet.given_back()
+        assert fleet.prefilled() == 0
+
+
+async def test_a_client_hangs_up_while_its_blocks_travel(fleet: SplitFleet) -> None:
+    """The blocks are free long before the lease of 30 s ends."""
+    await fleet.prefill[0].order(handshake_s=0.4)
+    asked = asyncio.create_task(fleet.router.post(COMPLETION | {"stream": True}))
+    await poll(lambda: _reads(fleet, 0) and fleet.pinned, 10, "the decode engine waits for blocks")
+    asked.cancel()
+    await fleet.given_back()
+
+
+async def test_a_client_hangs_up_amid_its_answer(fleet: SplitFleet) -> None:
+    body = COMPLETION | {"stream": True, "max_tokens": 200}
+    async with fleet.router.client.post(f"{fleet.router.url}/v1/completions", json=body) as answer:
+        await answer.content.readany()
+    core = fleet.decode[0].engine.core.scheduler
+    await poll(lambda: not core.running, 5, "the decode engine has stopped")
+    await fleet.given_back()
