@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warmfleet.engines import first_event
-from warmfleet.engines.first_event import Event, error_of, is_open, is_plain, read
+from warmfleet.engines.first_event import Event, error_of, is_open, is_plain, read, telling
 
 ERROR = b'{"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}'
 CHUNK = b'{"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"role":"assistant"}}]}'
@@ -129,3 +129,28 @@ def test_any_error_is_read(data: object) -> None:
     for name in (b"", b"error", b"response.failed"):
         error = error_of(Event(name, json.dumps(data).encode()))
         assert error is None or 400 <= error.status < 600
+
+
+def test_a_stream_tells_nothing_before_its_first_token() -> None:
+    """vLLM names the role of a chat, and then tells that it has no blocks for the prompt."""
+    role = b"data: " + CHUNK.replace(b'"assistant"', b'"assistant","content":""') + b"\n\n"
+    error, done = b"data: " + ERROR + b"\n\n", b"data: [DONE]\n\n"
+    assert telling(role) is None
+    assert telling(role + error[:-1]) is None
+    found = telling(role + error + done)
+    assert found is not None
+    told = error_of(found)
+    assert told is not None
+    assert told.status == 500
+    for choice in (
+        b'{"text":"a"}',
+        b'{"text":"","finish_reason":"stop"}',
+        b'{"delta":{"content":"a"}}',
+        b'{"delta":{"reasoning":"a"}}',
+        b'{"delta":{"tool_calls":[{}]}}',
+    ):
+        event = b'data: {"choices":[' + choice + b"]}\n\n"
+        assert telling(role + event + error) == Event(b"", event[6:-2])
+    for other in (b'data: {"choices":[],"usage":{}}\n\n', done, b"data: x\n\n", b"data: 1\n\n"):
+        assert telling(other) is not None
+    assert telling(b'data: {"choices":[{"text":""}]}\n\n') is None

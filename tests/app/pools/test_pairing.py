@@ -15,7 +15,18 @@ from tests.support.fleet.transfers import SAME
 from warmfleet.cli.doctor import fleet_checks
 from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
-from warmfleet.pools.pairing import SPLIT, Obstacle, pairing, pairs_in_words, roles_in_words
+from warmfleet.pools.capabilities import TokenCapability
+from warmfleet.pools.pairing import (
+    NOT_SPLIT,
+    SPLIT,
+    WITHOUT_IDS,
+    Obstacle,
+    pairing,
+    pairs_in_words,
+    roles_in_words,
+    splits_of,
+    use_of_pairs,
+)
 from warmfleet_worker.protocol.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -86,6 +97,33 @@ def test_each_reason_has_its_remedy() -> None:
     [(why, remedy)] = reasons(p, worker("d", but(D, **{"NIXL's hash": "cd"})))
     assert why.startswith("NIXL's hash: ab"), "nothing else explains it"
     assert len(reasons(worker("p", replace(but(P, vLLM="0.31.0"), host="localhost")), d)) == 2, "all are told at once"
+
+
+def test_a_prefill_engine_keeps_blocks_for_long_enough() -> None:
+    [(why, remedy)] = reasons(worker("p", replace(P, lease_s=19)), worker("d", D))
+    assert why.startswith("kv_lease_duration of the prefill engine is 19 s")
+    assert "20 or more" in remedy
+
+
+def test_requests_are_split_over_nixl_that_pulls_by_engines_that_take_the_same_ids() -> None:
+    def able(key: str = "k", *endpoints: str) -> TokenCapability:
+        return TokenCapability(key, frozenset(endpoints or ("completions", "chat")), 4_096)
+
+    found = pairing([worker("p", P), worker("d", D), worker("e", D)])
+    assert splits_of(found, {}) is None
+    assert splits_of(found, {"p": able(), "d": able("other")}) is None
+    assert splits_of(found, {"p": able("k", "chat"), "d": able("k", "completions")}) is None
+    one, both = {"p": able(), "d": able()}, frozenset({("p", "d"), ("p", "e")})
+    assert splits_of(found, one) == (frozenset({("p", "d")}), frozenset({"completions", "chat"}))
+    assert splits_of(found, one | {"e": able("k", "completions")}) == (both, frozenset({"completions"}))
+    assert use_of_pairs(found) == SPLIT
+    assert use_of_pairs(found, able=False) == WITHOUT_IDS
+    push = {"connector": "NixlPushConnector", "mode": "push"}
+    for other in (push, {"connector": "MooncakeConnector", "mode": "push"}):
+        told = pairing([worker("p", replace(P, **other)), worker("d", replace(D, **other))])  # type: ignore[arg-type]
+        assert told.pairs == {("p", "d")}
+        assert splits_of(told, one) is None
+        assert use_of_pairs(told) == NOT_SPLIT
 
 
 def test_mooncake_needs_an_id_of_its_own_and_no_host() -> None:

@@ -7,15 +7,17 @@ import time
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import pytest
 from tests.support.fleet.constants_alone import ConstantsAlone
+from tests.support.fleet.transfers import DECODE, PREFILL
 
 from warmfleet.errors import ModelNotFound
 from warmfleet.fleet import Decision, Flag, LoadRow, Question, WorkerState, WorkerView
 from warmfleet.metrics import Metrics
 from warmfleet.pools import served_models
+from warmfleet.pools.capabilities import TokenCapability
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View, view_of
 from warmfleet.pools.identified_prompt import identify_here
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.routing.attempt import Attempt
     from warmfleet.routing.call import Job
+    from warmfleet_worker.protocol.transfer import Transfer
 
 
 def worker(routable: bool) -> WorkerView:
@@ -151,6 +154,40 @@ def test_a_pool_that_has_no_worker_yet_keeps_no_replica_waiting() -> None:
     for pool in nothing.all:
         pool.show(View((), read_at=now))
     assert nothing.unready().endswith(": m#1, m#2"), "no pool can serve: Redis may have come back empty"
+
+
+def test_decisions_know_roles_only_while_some_pair_can_split_requests(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(ConstantsAlone):
+        uses = 0
+
+        def use(self, **changes: Any) -> None:
+            self.uses += 1
+            super().use(**changes)
+
+    def engine(name: str, slot: int, transfer: Transfer | None) -> WorkerView:
+        record, row = {"transfer": transfer}, LoadRow(slot=slot)
+        return WorkerView(f"{name}.0", record, None, row, 0.0, WorkerState.PROVEN, "proven", f"http://{name}", ["m"])
+
+    store = Counting()
+    pool = Pool("m", cast("Fleet", store), DegradedMode(1.0))
+    able = {name: TokenCapability("k", frozenset({"chat"}), 4_096) for name in ("p.0", "d.0")}
+    plain, prefill, decode = engine("x", 3, None), engine("p", 1, PREFILL), engine("d", 2, DECODE)
+    for _ in range(3):
+        pool.show(view_of([plain], None, (), text=False))
+    assert (store.uses, pool.view.pairing, pool.view.splits) == (0, None, None)
+    for _ in range(3):
+        pool.show(view_of([plain, prefill, decode], None, (), text=False, handoff=able))
+    assert (store.uses, dict(store.constants.roles)) == (1, {1: (1, 0, False), 2: (0, 1, True)})
+    assert pool.view.splits is not None
+    pool.show(view_of([engine("p", 9, PREFILL), decode], None, (), text=False, handoff=able))
+    assert set(store.constants.roles) == {9, 2}, "after a resync"
+    for _ in range(3):
+        pool.show(view_of([plain, decode], None, (), text=False, handoff=able))
+    assert (store.uses, dict(store.constants.roles)) == (3, {})
+    assert pool.view.pairing is not None
+    pool.show(view_of([prefill, decode], None, (), text=False, handoff=able, may_split=False))
+    assert store.uses == 3
+    assert caplog.text.count("cannot be split") == 1
 
 
 def test_every_model_counts() -> None:

@@ -43,6 +43,23 @@ WRONG: list[tuple[str, Endpoint, Any, str | None]] = [
 ]
 
 
+@pytest.mark.parametrize("step", ["do_remote_prefill", "do_remote_decode"])
+def test_a_client_takes_no_step_of_a_split_request(step: str) -> None:
+    """Some parameters end the engine, whatever the operator allows."""
+    allowed = ("kv_transfer_params",)
+    for wrong in ({step: True}, {step: True, "remote_port": 1}, {step: 1}):
+        for body in (
+            {"kv_transfer_params": wrong},
+            {"vllm_xargs": {"kv_transfer_params": wrong}},
+            {"sampling_params": {"extra_args": {"kv_transfer_params": wrong}}},
+        ):
+            with pytest.raises(BadRequest) as caught:
+                parse("completions", json.dumps({"prompt": "x"} | body).encode(), allowed)
+            assert (caught.value.param, step in caught.value.message) == ("kv_transfer_params", True)
+    for fine in ({step: False}, {}, {"prompt_token_ids": [1]}):
+        parse("completions", json.dumps({"prompt": "x", "kv_transfer_params": fine}).encode(), allowed)
+
+
 @pytest.mark.parametrize(("endpoint", "body", "param"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
 def test_wrong_bodies_name_the_field(endpoint: Endpoint, body: Any, param: str | None) -> None:
     with pytest.raises(BadRequest) as caught:

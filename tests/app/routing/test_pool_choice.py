@@ -35,6 +35,7 @@ from warmfleet.fleet import (
     Hold,
     HoldLine,
     Line,
+    Moved,
     Queued,
     QueueLimits,
     Renewal,
@@ -178,6 +179,7 @@ class Store(ConstantsAlone):
         _tokens: int = 0,
         _shortfall: object = None,
         session: SessionEnd | None = None,
+        _moved: Moved | None = None,
     ) -> None:
         assert outcome in ("finished", "cancelled", "failed", "unsent")
         self.ends += [session] if session is not None else []
