@@ -162,7 +162,7 @@ class Prefills:
             raise PrefillFailed("failed", error.message, judged) from error
         finally:
             response.close()  # an engine that is still at work stops, and keeps no blocks
-        params = _read(response.status, answer, booking.prompt.prompt_tokens, judged)
+        params = parameters(response.status, answer, booking.prompt.prompt_tokens, judged)
         held.answered()
         if time.perf_counter() - looked_at > _lease_s(pool, engine.worker_id) - MARGIN_S:
             held.given_up()
@@ -224,7 +224,7 @@ async def _whole(response: EngineResponse, limit_s: float) -> tuple[bytes, float
                     raise
 
 
-def _read(status: int, answer: bytes, prompt_tokens: int, judged: Judged) -> bytes:
+def parameters(status: int, answer: bytes, prompt_tokens: int, judged: Judged) -> bytes:
     """Return the parameters in an answer to step 1. Raises PrefillFailed."""
     if status != 200:
         dead = engine_death.is_reported_in(answer)

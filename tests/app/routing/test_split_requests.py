@@ -10,12 +10,16 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from aiohttp import web
 from tests.support.engines.transferring import CONSUMER
 from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
+from warmfleet.pools.outliers import Judged
 from warmfleet.routing import prefills
+from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.scheduler import Leg
+from warmfleet_loadtest.simulator.transfers.faults import Faults
 from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
 
 if TYPE_CHECKING:
@@ -187,20 +191,28 @@ async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.M
     await fleet.given_back()
 
 
+@pytest.mark.parametrize("when", ["slow", "stopped"])
 async def test_blocks_whose_lease_may_have_ended_are_not_read(
-    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """The answer may have come while this process stood still."""
+    """slow: this process stands still before the answer comes. stopped: afterwards, so it comes with the next look."""
     monkeypatch.setattr(prefills, "MARGIN_S", 29.8)  # the engine keeps blocks for 30 s
-    take_params = PrefillSide.take_params
+    monkeypatch.setattr(prefills, "LOOK_S", 0.3 if when == "stopped" else 2.0)
+    take_params, reach = PrefillSide.take_params, Faults.reach
 
-    def after_a_pause(side: PrefillSide, request: Any) -> Any:
+    def stands_still(side: PrefillSide, request: Any) -> Any:
         params = take_params(side, request)
-        if params is not None:
-            time.sleep(0.3)  # as if this whole process was stopped
+        if params is not None and when == "slow":
+            time.sleep(0.5)
         return params
 
-    monkeypatch.setattr(PrefillSide, "take_params", after_a_pause)
+    async def reaches(faults: Faults, moment: str) -> None:
+        if moment == "answered" and when == "stopped":
+            time.sleep(0.5)  # noqa: ASYNC251  the whole process stands still
+        await reach(faults, moment)
+
+    monkeypatch.setattr(PrefillSide, "take_params", stands_still)
+    monkeypatch.setattr(Faults, "reach", reaches)
     await served(fleet)
     assert await fleet.results() == {"late": 1, "unfit": 1}
     assert (fleet.prefilled(), fleet.taken()) == (1, 0)
@@ -303,3 +315,116 @@ async def test_a_client_hangs_up_amid_its_answer(fleet: SplitFleet) -> None:
     core = fleet.decode[0].engine.core.scheduler
     await poll(lambda: not core.running, 5, "the decode engine has stopped")
     await fleet.given_back()
+
+
+# ---------------------------------------------------------------- an answer that breaks off
+
+
+class Breaking:
+    """Lets decode engines break off the first answer for which they got parameters, after ``begun``. ``asked``: the
+    number of such requests.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, begun: bytes = b"") -> None:
+        self.asked = 0
+        self._write = Api._write
+        self._begun = begun
+        breaking = self
+
+        async def write(api: Api, http: web.Request, writer: Any, *more: Any) -> web.StreamResponse:
+            if not (writer.ask.transfer or {}).get("do_remote_prefill"):
+                return await breaking._write(api, http, writer, *more)
+            breaking.asked += 1
+            if breaking.asked > 1:
+                return await breaking._write(api, http, writer, *more)
+            if breaking._begun:
+                stream = web.StreamResponse(headers=EVENTS)
+                await stream.prepare(http)
+                await stream.write(breaking._begun)
+            assert http.transport is not None
+            http.transport.close()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        monkeypatch.setattr(Api, "_write", write)
+
+
+async def test_a_connection_that_was_open_before_does_not_send_the_parameters_again(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other requests nobody can tell whether the engine has closed the connection before it had read them."""
+    await served(fleet, f"before {TEXT}")
+    breaking = Breaking(monkeypatch)
+    headers = await served(fleet)
+    assert (breaking.asked, headers["x-warmfleet-worker"]) == (1, "p0.0")
+    assert await fleet.router.metric('warmfleet_retries_total{where="same"}') == 0
+
+
+@pytest.mark.parametrize("ending", ["closed", "error"])
+async def test_the_role_of_a_chat_is_no_token(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    """A decode engine that gets no blocks names the role first."""
+    role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+    error = b'data: {"error":{"message":"Internal server error","code":500}}\n\n'
+    breaking = Breaking(monkeypatch, role + (error if ending == "error" else b""))
+    path = "/v1/chat/completions"
+    body = PATHS[path](TEXT)
+    status, headers, said = await fleet.router.post(body | {"stream": True}, path)
+    assert (status, breaking.asked, headers["x-warmfleet-worker"]) == (200, 1, "p0.0")
+    assert streamed_text(said) == text_of(await alone(body, path))
+
+
+# ---------------------------------------------------------------- parts
+
+
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 5, "min_tokens": 5},
+    {"max_completion_tokens": 1, "max_tokens": None, "return_token_ids": True},
+]
+NOT_PLAIN: list[dict[str, Any]] = [
+    {"max_tokens": "5"},
+    {"max_tokens": 0},
+    {"max_tokens": True},
+    {"max_completion_tokens": 2.5},
+    {"stream": "yes"},
+    {"stream_options": {"include_usage": True}},
+    {"stream": True, "stream_options": {"include_usage": "x"}},
+    {"stream": True, "stream_options": 5},
+    {"min_tokens": 6, "max_tokens": 5},
+    {"min_tokens": "x"},
+    {"return_token_ids": "maybe"},
+    {"use_beam_search": True},
+]
+
+
+def test_the_prefill_engine_judges_what_the_decode_engine_gets() -> None:
+    """Else blocks would be kept until the lease ends for a request that the decode engine cannot read."""
+    assert all(map(prefills.plain, PLAIN))
+    assert not any(map(prefills.plain, NOT_PLAIN))
+
+
+GOOD = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}, "usage": {"prompt_tokens": 9}}
+WRONG: list[bytes] = [
+    b"",
+    b"[]",
+    b"{}",
+    json.dumps(GOOD | {"kv_transfer_params": None}).encode(),
+    json.dumps(GOOD | {"kv_transfer_params": {"do_remote_prefill": False}}).encode(),
+    json.dumps(GOOD | {"usage": {"prompt_tokens": 8}}).encode(),
+    json.dumps(GOOD | {"usage": None}).encode(),
+]
+
+
+def test_only_the_parameters_of_this_prompt_are_used() -> None:
+    judged = Judged("p0.0")
+    made = prefills.parameters(200, json.dumps(GOOD).encode(), 9, judged)
+    assert json.loads(made) == GOOD["kv_transfer_params"]
+    for answer in WRONG:
+        with pytest.raises(prefills.PrefillFailed) as caught:
+            prefills.parameters(200, answer, 9, judged)
+        assert (caught.value.result, caught.value.to_blame) == ("refused", judged)
+    dead = b'{"error":{"message":"EngineCore encountered an issue."}}'
+    for status, answer, result in ((400, b"", "refused"), (500, b"", "refused"), (500, dead, "failed")):
+        with pytest.raises(prefills.PrefillFailed) as caught:
+            prefills.parameters(status, answer, 9, judged)
+        assert caught.value.result == result
