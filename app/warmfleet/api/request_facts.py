@@ -74,10 +74,12 @@ def facts(record: RequestRecord, now: float = 0.0) -> dict[str, Any]:
             "why": decision.why,
             "predicted_ms": None if predicted is None else 10_000 * predicted // 1 / 10,
             "prompt_tokens": decision.prompt_tokens,
-            "matched_tokens": decision.matched_tokens,
+            "matched_tokens": decision.reused_tokens,
             "cached_tokens": cached_tokens(served),
             "tokens": output_tokens(record.tries[-1]),
         }
+        if decision.prefill is not None:
+            told["prefill_worker"] = decision.prefill.worker_id
         if decision.tier_tokens:
             held = decision.matched_tokens, decision.tier_tokens, decision.tier_s, decision.tier
             told["where_held"] = where_held(*held)

@@ -151,7 +151,13 @@ def _of_try(attempt: TryRecord, record: RequestRecord, until: float) -> Iterator
         without = f": {fallback_in_words(attempt.fallback)}" if attempt.fallback else ""
         slow = ", as Redis or this replica was slow" if seconds > SLOW_DECISION_S and not without else ""
         yield Part(seconds, f"{shown(seconds)} to choose a worker{slow}{without}", REDIS if slow or without else "")
-    if attempt.sent_at and attempt.decision is not None:
+    decision = attempt.decision
+    if decision is not None and decision.prefill is not None and attempt.decided_at:
+        seconds = max(0.0, (attempt.sent_at or ended_at) - attempt.decided_at)
+        prefill = decision.prefill.worker_id
+        at = f"{shown(seconds)} at {prefill}, which computes the prompt for {decision.worker_id}"
+        yield Part(seconds, at, NO_ANSWER.format(prefill) if not attempt.sent_at else "")
+    if attempt.sent_at and decision is not None:
         yield _at_engine(attempt, record, until)
 
 
@@ -182,6 +188,8 @@ def _compared(attempt: TryRecord, record: RequestRecord, seconds: float, predict
     if decision is None or predicted is None:
         why = "it was chosen without Redis" if attempt.fallback else "its speed is not known yet"
         return f"{to} (nothing was predicted: {why})", SLOWER
+    if decision.prefill is not None:
+        return f"{to}, the blocks of the prompt included", ""
     held = cached_tokens(attempt)
     lost = 0 if held is None else decision.matched_tokens - held
     token = f"predicted {shown(predicted)} to the first token"

@@ -44,10 +44,12 @@ class TrySpan(TryRecord):
                 "warmfleet.reservation": decision.reservation,
                 "warmfleet.decide_seconds": self.decided_at - self.began_at,
                 "warmfleet.prompt_tokens": decision.prompt_tokens,
-                "warmfleet.matched_tokens": decision.matched_tokens,
+                "warmfleet.matched_tokens": decision.reused_tokens,
                 "warmfleet.approximate": decision.approximate,
             }
             found |= _address(decision.url)
+            if decision.prefill is not None:
+                found["warmfleet.prefill_worker"] = decision.prefill.worker_id
             if self.pool:
                 found["warmfleet.pool"] = self.pool
         if decision is not None and self.policy:

@@ -20,7 +20,7 @@ from warmfleet.api.access_log import AccessLog
 from warmfleet.api.request_facts import facts
 from warmfleet.api.request_reasons import told
 from warmfleet.errors import BadRequest, QueueTimeout, UpstreamGone
-from warmfleet.fleet import Decision
+from warmfleet.fleet import Decision, PrefillLeg
 from warmfleet.logs.output import LogOutput
 from warmfleet.prompt.engine_paths import KNOWN
 from warmfleet.tracing.last_requests import FAILED, KEPT, MINUTES, SLOWEST, LastRequests
@@ -432,6 +432,13 @@ def _identified_late() -> RequestRecord:
     return record
 
 
+def _split() -> RequestRecord:
+    prefill = PrefillLeg("wf-p", "p", "p", "u", 100, False, 0, 4_000, 4_000, False, False, True, 0, 0.0, "")
+    record, one = served(first_s=0.6, decision=replace(decision(matched=64), prefill=prefill), cached_tokens=100)
+    one.sent_at = 100.501
+    return record
+
+
 def _in_pool() -> RequestRecord:
     record, one = served(first_s=0.5)
     one.pool = "m#2"
@@ -493,6 +500,14 @@ SENTENCES: dict[str, tuple[Callable[[], RequestRecord], str, str]] = {
         (
             "Then 3.6 s for 50 chunks. The answer of w broke off (The worker closed the connection (without an error)"
             "); another worker was asked to go on."
+        ),
+        "",
+    ),
+    "split over two engines": (
+        _split,
+        (
+            "600 ms to the first token: 500 ms at p, which computes the prompt for w; 99 ms at w to its first byte, "
+            "the blocks of the prompt included"
         ),
         "",
     ),
