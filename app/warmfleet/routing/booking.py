@@ -10,7 +10,7 @@ import time
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal
 
-from warmfleet.fleet import Hint, Renewal, SessionEnd, Split, prefill_leg
+from warmfleet.fleet import Hint, Renewal, SessionEnd, prefill_leg
 from warmfleet.pools.stalled_requests import Try
 from warmfleet.prompt.response_ids import response_id
 from warmfleet.protocol.wire import ENDED_MARK
@@ -66,7 +66,8 @@ class Booking:
     JSON; empty if the client asked for none. ``rings``: workers in hash ring order, by policy, and ``log_line``: the
     line for the decision log; None if the decision is not logged. ``session``: the id by which Redis knows the session;
     empty if it told none. ``apart``: its time in the line is over, so the ledger has no say any more. ``prefill``: what
-    a split request holds at the engine that computes its prompt; None for any other.
+    a split request holds at the engine that computes its prompt; None for any other. ``may_split``: the last question
+    allowed two engines.
 
     A field that was not set has the value of the class, which saves time.
     """
@@ -84,6 +85,7 @@ class Booking:
     session = b""
     apart = False
     prefill: PrefillBooking | None = None
+    may_split = False
     _due: asyncio.TimerHandle | None = None
 
     def __init__(
@@ -166,7 +168,7 @@ class Booking:
 
     def _cancel_prefill(self) -> None:
         """Cancel what Redis may have booked, or still may, at an engine that only computes the prompt."""
-        if self.question.split is Split.ALLOWED:
+        if self.may_split:
             self._settlements.settle_later(self.pool, prefill_leg(self.reservation), "cancelled")
 
     def raise_error(self) -> None:

@@ -223,8 +223,9 @@ class Decider:
 
 
 def _split(job: Job, booking: Booking, splits: Splits) -> Split:
-    """Return whether the job may be split in a pool in which some may."""
-    return Split.FORBIDDEN if unfit(job, booking.prompt, splits) else Split.ALLOWED
+    """Return whether the job may be split in a pool in which some may, and note it in the booking."""
+    booking.may_split = not unfit(job, booking.prompt, splits)
+    return Split.ALLOWED if booking.may_split else Split.FORBIDDEN
 
 
 def reason_of(error: WarmfleetError | None) -> str:

@@ -201,6 +201,8 @@ def with_params(job: Job, base: bytes, ids: bytes, params: bytes, changes: dict[
     given = params if not ids else b"".join((b'{"prompt_token_ids":', ids, b",", params[1:]))
     if changes and job.request.endpoint == "chat":
         changes = {**changes, "max_completion_tokens": b"1"}
+        if job.request.tools:  # an engine may fail to read a call of a tool out of one token
+            changes["tool_choice"] = b'"none"'
     return with_fields(base, {**changes, "kv_transfer_params": given})
 
 
@@ -228,7 +230,8 @@ def parameters(status: int, answer: bytes, prompt_tokens: int, judged: Judged) -
     """Return the parameters in an answer to step 1. Raises PrefillFailed."""
     if status != 200:
         dead = engine_death.is_reported_in(answer)
-        raise PrefillFailed("failed" if dead else "refused", f"it answered {status}", judged)
+        own = status >= 500 or status == 429  # else the request's fault: clients must not have an engine ejected
+        raise PrefillFailed("failed" if dead else "refused", f"it answered {status}", judged if own else None)
     try:
         whole = orjson.loads(answer)
         params, told = whole["kv_transfer_params"], whole["usage"]["prompt_tokens"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from tests.support.fleet.constants_alone import ConstantsAlone
 
-from warmfleet.fleet import Decision, LoadRow, Moved, PrefillLeg, Question, Split, WorkerState, WorkerView, prefill_leg
+from warmfleet.fleet import Decision, LoadRow, Moved, PrefillLeg, WorkerState, WorkerView, prefill_leg
 from warmfleet.metrics import Metrics
 from warmfleet.pools.degraded import DegradedMode
 from warmfleet.pools.fleet_view import View
@@ -55,7 +55,7 @@ def booked() -> tuple[Booking, Store]:
     row = LoadRow(slot=7)
     pool.view = View((WorkerView("d.0", {}, None, row, 0.0, WorkerState.PROVEN, "proven", "http://d", ["m"]),))
     booking = Booking(Settlements(Tickets(), Metrics()), pool, IdentifiedPrompt((), 100, 110, "exact"), NAME)
-    booking.question = Question(NAME, (), 100, 110, split=Split.ALLOWED)
+    booking.may_split = True
     booking.asks()
     booking.booked(DECISION)
     assert {renewal.reservation for renewal in pool.reservations.renewals()} == {NAME, LEG}

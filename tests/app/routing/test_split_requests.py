@@ -18,6 +18,7 @@ from tests.support.polling import poll
 from warmfleet.pools.outliers import Judged
 from warmfleet.routing import prefills
 from warmfleet_loadtest.simulator.api import EVENTS, Api
+from warmfleet_loadtest.simulator.openai_request import RefusedError
 from warmfleet_loadtest.simulator.scheduler import Leg
 from warmfleet_loadtest.simulator.transfers.faults import Faults
 from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
@@ -176,7 +177,7 @@ async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.M
     """After three refusals of what another engine served, the fleet sends it nothing for a while."""
 
     async def refuse(*_: object) -> None:
-        raise ValueError("no room")
+        raise RefusedError("no room", 503)
 
     monkeypatch.setattr(fleet.prefill[0].engine.core, "submit", refuse)
     for number in range(3):
@@ -424,7 +425,8 @@ def test_only_the_parameters_of_this_prompt_are_used() -> None:
             prefills.parameters(200, answer, 9, judged)
         assert (caught.value.result, caught.value.to_blame) == ("refused", judged)
     dead = b'{"error":{"message":"EngineCore encountered an issue."}}'
-    for status, answer, result in ((400, b"", "refused"), (500, b"", "refused"), (500, dead, "failed")):
+    for status, answer, result in ((400, b"", "refused"), (429, b"", "refused"), (500, dead, "failed")):
         with pytest.raises(prefills.PrefillFailed) as caught:
             prefills.parameters(status, answer, 9, judged)
         assert caught.value.result == result
+        assert caught.value.to_blame == (None if status == 400 else judged), "clients have no engine ejected"

@@ -118,7 +118,7 @@ def test_a_prompt_that_cannot_be_foreseen_has_no_ids() -> None:
         "prompt_logprobs": 1,
         "truncate_prompt_tokens": 3,
         "suffix": "x",
-        "kv_transfer_params": {"do_remote_decode": True},
+        "kv_transfer_params": {"remote_port": 1},
     }.items():
         body = json.dumps({"prompt": "abc", field: value}).encode()
         assert prompt.parse("completions", body, ("kv_transfer_params",)).unforeseen
