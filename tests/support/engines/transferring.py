@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.api import Served
     from warmfleet_loadtest.simulator.fleet_membership import Membership
     from warmfleet_loadtest.simulator.step_costs import StepCosts
+    from warmfleet_loadtest.tokens.prompt_tokenizer import PromptTokenizer
 
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 PRODUCER = TransferConfig("kv_producer", recomputes=True, link=Link(handshake_s=0.5))
@@ -62,13 +63,18 @@ async def transferring(
     blocks: int = 256,
     served: Served = DEMO,
     membership: Membership | None = None,
+    tokenizer: PromptTokenizer | None = None,
 ) -> AsyncIterator[Transferring]:
-    """Run an engine. transfer: None: one that hands over nothing. membership: of a fleet; its URL is filled in."""
+    """Run an engine. transfer: None: one that hands over nothing. membership: of a fleet; its URL is filled in.
+
+    tokenizer: None: the demo's, which is large.
+    """
+    tokenizer = tokenizer or demo_identity()
     settings = config(costs, blocks) if costs else config(blocks=blocks)
-    engine = Engine(replace(settings, transfer=transfer), demo_identity(), served)
+    engine = Engine(replace(settings, transfer=transfer), tokenizer, served)
     async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url, timeout=30) as http:
         if membership is not None:
-            engine.join(replace(membership, url=up.url), demo_identity().artifacts())
+            engine.join(replace(membership, url=up.url), tokenizer.artifacts())
         yield Transferring(engine, http)
 
 

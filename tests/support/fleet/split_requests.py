@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.support.engines.simulated import identity
 from tests.support.engines.transferring import CONSUMER, PRODUCER, Transferring, transferring
 from tests.support.polling import poll
 from tests.support.replicas.replica import replica
@@ -116,6 +117,7 @@ async def split_fleet(
                     1_024,
                     Served((model,)),
                     Membership(redis_url, model, (model,), name, ""),
+                    identity(),
                 )
             )
 
@@ -139,7 +141,7 @@ async def split_fleet(
 
 async def alone(body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
     """What one engine without a fleet answers."""
-    async with transferring(None, load_costs("fast"), 1_024) as engine:
+    async with transferring(None, load_costs("fast"), 1_024, tokenizer=identity()) as engine:
         answer = (await engine.http.post(path, json=body | {"model": "demo", "stream": False})).json()
         assert isinstance(answer, dict)
         return answer
