@@ -7,6 +7,7 @@ import time
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from warmfleet.errors import UpstreamGone, WarmfleetError
 from warmfleet.fleet import Moved, Renewal
 from warmfleet.pools.stalled_requests import Try
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.settlements import Settlements
     from warmfleet.tracing.request_record import TryRecord
+
+#: The blocks may take SLOWER times as long as the engine that takes them would compute them, and MOVED_S more: the
+#: first handshake of a pair takes up to 9 s.
+SLOWER, MOVED_S = 4.0, 12.0
 
 
 class PrefillState(Enum):
@@ -36,16 +41,21 @@ class PrefillBooking:
     """What a split request holds at the engine that computes its prompt. It belongs to the request's ``Booking``, whose
     release ends it. How it is settled: ``fleet.PrefillLeg``.
 
-    engine: as decided. answered_at: when the engine's answer was read (``time.perf_counter``).
+    engine: as decided. answered_at: when the engine's answer was read (``time.perf_counter``). overdue: the blocks did
+    not come, so the other engine's answer was ended: that engine would wait for ever if this one hangs.
     """
+
+    overdue = False
+    answered_at = 0.0
+    _due: asyncio.TimerHandle | None = None
+    _limit: asyncio.TimerHandle | None = None
+    _asking: asyncio.Task[None] | None = None
 
     def __init__(self, settlements: Settlements, pool: Pool, engine: PrefillLeg) -> None:
         self._settlements = settlements
         self._pool = pool
-        self._timer: asyncio.TimerHandle | None = None
         self.engine = engine
         self.state = PrefillState.BOOKED
-        self.answered_at = 0.0
         pool.reservations.add(
             Renewal(engine.reservation, engine.worker_id, engine.prefill_tokens, engine.decode_tokens)
         )
@@ -65,6 +75,10 @@ class PrefillBooking:
 
     def taken(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
         """Note that the other engine has sent a token, so it has the blocks. streams: this was its first token."""
+        self._stop_clock()
+        self._take(decision, record, streams=streams)
+
+    def _take(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
         if self.state is not PrefillState.ANSWERED:
             return
         moved = None
@@ -74,15 +88,37 @@ class PrefillBooking:
             moved = Moved(slots[0], lacked, took_s) if slots else None
         self._end("finished", moved, record)
 
-    def handed_over(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
+    def handed_over(self, decision: Decision, record: TryRecord, response: EngineResponse, *, streams: bool) -> None:
         """Note that the other engine gets the parameters. An answer that is not streamed comes long after the blocks,
         so these count as moved after the time in which the engine would compute them.
+
+        response: ended if the blocks do not come, as far as the answer or the engine's plugin tells that.
         """
+        loop, view = asyncio.get_running_loop(), self._pool.view
+        lacked = decision.prompt_tokens - decision.matched_tokens
+        due_s = view.token_s_of(decision.worker_id) * (decision.wait_tokens + lacked)
         if not streams:
-            lacked = decision.prompt_tokens - decision.matched_tokens
-            due_s = self._pool.view.token_s_of(decision.worker_id) * (decision.wait_tokens + lacked)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(due_s, lambda: self.taken(decision, record, streams=False))
+            self._due = loop.call_later(due_s, lambda: self._take(decision, record, streams=False))
+        self._limit = loop.call_later(MOVED_S + SLOWER * due_s, self._look, decision, response, streams)
+
+    def _look(self, decision: Decision, response: EngineResponse, streams: bool) -> None:
+        self._asking = asyncio.get_running_loop().create_task(self._give_up(decision, response, streams=streams))
+
+    async def _give_up(self, decision: Decision, response: EngineResponse, *, streams: bool) -> None:
+        """End the other engine's answer, unless its plugin has reported that the prompt is done."""
+        if not streams:
+            try:
+                if await self._pool.fleet.bookings.prefilled(decision.reservation):
+                    return
+            except WarmfleetError:
+                return  # nobody knows, so the client waits on
+        self.overdue = response.fail(UpstreamGone("The blocks of the prompt did not come in time."))
+        self._pool.avoid(self.engine.worker_id)
+
+    def _stop_clock(self) -> None:
+        for running in (self._due, self._limit, self._asking):
+            if running is not None:
+                running.cancel()
 
     def given_up(self) -> None:
         """Note that the other engine, which has got the parameters, failed. Perhaps nobody tells this engine to free
@@ -95,6 +131,7 @@ class PrefillBooking:
         """Give back what is still booked. outcome: of the request, or of this step. Never waits; a second call does
         nothing.
         """
+        self._stop_clock()
         if self.state is PrefillState.ANSWERED:
             # If the client hung up, the other engine gives the request up, and tells this one to free the blocks.
             self._end(None if outcome == "failed" else "finished")
@@ -104,8 +141,6 @@ class PrefillBooking:
     def _end(self, outcome: Outcome | None, moved: Moved | None = None, record: TryRecord | None = None) -> None:
         self.state = PrefillState.ENDED
         pool, reservation = self._pool, self.engine.reservation
-        if self._timer is not None:
-            self._timer.cancel()
         pool.reservations.remove(reservation)
         pool.tries.end(reservation)
         pool.degraded.give(self.engine.worker_id)

@@ -64,7 +64,7 @@ Result = Literal["refused", "failed", "late", "unfit"]
 
 
 class PrefillFailed(Exception):  # noqa: N818  a condition, as in ``errors``
-    """No engine has computed the prompt for the chosen worker, which has got nothing of the request.
+    """The chosen worker does not get the prompt from the other engine, and the client has got nothing.
 
     result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request.
     """
@@ -116,6 +116,11 @@ class Prefills:
         told["prefill_ms"] = round(1_000 * (time.perf_counter() - began_at), 1)
         job.call.record.event("prefill", **told)
         return with_params(job, base, ids, params, {})
+
+    def overdue(self, pool: Pool, held: PrefillBooking) -> PrefillFailed:
+        """Return the failure of a request whose worker waits in vain for the blocks: the other engine hangs."""
+        self._results("late", pool.tag).inc()
+        return PrefillFailed("late", "its blocks did not come", Judged(held.engine.worker_id, held.engine.trial))
 
     def _ids(
         self, job: Job, prompt: IdentifiedPrompt, pool: Pool, engine: PrefillLeg, decision: Decision

@@ -90,7 +90,7 @@ class Relay:
         response = self._start(job, attempt, decision, with_ids or job.body)
         if held is not None:
             response.on_stale = None  # the parameters are sent once: a lost connection fails this attempt
-            held.handed_over(decision, attempt.record, streams=job.request.stream)
+            held.handed_over(decision, attempt.record, response, streams=job.request.stream)
         try:
             await _head(response)
             if with_ids is not None and response.status in REFUSALS:  # send the request again without token ids
@@ -113,6 +113,8 @@ class Relay:
             return ended  # noqa: TRY300  an else would part the steps
         except UpstreamError as error:
             attempt.record.failed(error)
+            if held is not None and held.overdue:
+                raise self._prefills.overdue(booking.pool, held) from error
             raise
         finally:
             attempt.record.came(response)

@@ -102,7 +102,7 @@ async def test_an_answer_that_is_not_streamed_does_not_hold_the_booking() -> Non
     booking, store = booked()
     advance(booking, 2)
     assert booking.prefill is not None
-    booking.prefill.handed_over(DECISION, TryRecord(), streams=False)
+    booking.prefill.handed_over(DECISION, TryRecord(), cast("EngineResponse", None), streams=False)
     await asyncio.sleep(0.01)  # no speed is known, so the blocks count as moved at once
     assert (LEG, "finished") in store.settled
     booking.release("failed")

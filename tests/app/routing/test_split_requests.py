@@ -16,7 +16,7 @@ from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
 from warmfleet.pools.outliers import Judged
-from warmfleet.routing import prefills
+from warmfleet.routing import prefill_booking, prefills
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
 from warmfleet_loadtest.simulator.scheduler import Leg
@@ -180,6 +180,27 @@ async def test_a_prefill_engine_that_hangs_is_not_waited_for(
     assert await fleet.results() == {"late": 1, "unfit": 1, "cheaper": 1}, "it is avoided for a moment"
     await fleet.prefill[0].order(resume=True)
     await fleet.given_back()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prefill_engine_that_hangs_before_its_blocks_are_read(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """vLLM waits for the blocks for ever."""
+    monkeypatch.setattr(prefill_booking, "MOVED_S", 0.3)
+    await fleet.prefill[0].order(hang="read")
+    assert (await served(fleet, stream=stream))["x-warmfleet-worker"] == "d0.0"
+    assert await fleet.results() == {"split": 1, "late": 1, "unfit": 1}
+    await fleet.prefill[0].order(resume=True)
+
+
+async def test_a_long_answer_is_no_missing_block(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine has reported the prompt, though no byte of the answer came."""
+    for name in ("MOVED_S", "SLOWER"):
+        monkeypatch.setattr(prefill_booking, name, 0.2)
+    _, headers, said = await fleet.router.post(COMPLETION | {"max_tokens": 200})
+    assert headers["x-warmfleet-prefill-worker"] == "p0.0"
+    assert (len(text_of(json.loads(said))) > 200, await fleet.results()) == (True, {"split": 1})
 
 
 async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
