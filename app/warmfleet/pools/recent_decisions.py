@@ -62,7 +62,7 @@ class RecentDecisions:
             self.fallbacks += 1
         else:
             self.prompt_tokens += decision.prompt_tokens
-            self.matched_tokens += decision.matched_tokens
+            self.matched_tokens += decision.reused_tokens
         recent = Recent(self.decided, time.time(), request_id, endpoint, kind, policy, fallback, decision)
         self._last.append(recent)
         if decision.seen is not None:

@@ -387,7 +387,7 @@ def _offer(booking: Booking) -> Offer | None:
     if isinstance(answer, Decision):
         token_s = view.token_s_of(answer.worker_id)
         turn = turn_s(token_s * answer.wait_tokens, token_s * answer.prefill_tokens)
-        return Offer(answer.cost_s, turn, answer.matched_tokens, view.token_s)
+        return Offer(answer.cost_s, turn, answer.reused_tokens, view.token_s)
     line = _line(booking)
     return None if line is None else Offer(None, line.turn_s, line.matched_tokens, view.token_s)
 
@@ -397,7 +397,7 @@ def _in_words(booking: Booking) -> dict[str, object]:
     words: dict[str, object] = {"pool": booking.pool.tag}
     answer = booking.answer
     if isinstance(answer, Decision):
-        words |= {"worker": answer.worker_id, "matched": answer.matched_tokens, "cost": answer.cost_s}
+        words |= {"worker": answer.worker_id, "matched": answer.reused_tokens, "cost": answer.cost_s}
     elif answer is not None:
         words |= {"answer": answer.outcome, "matched": answer.matched_tokens, "turn": answer.turn_s}
     elif booking.error is not None:
