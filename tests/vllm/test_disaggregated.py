@@ -4,6 +4,7 @@ answered as by one. Engines are killed and stopped meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import signal
@@ -23,7 +24,7 @@ from tests.vllm.replicas import replicas
 from tests.vllm.seeing import environment, vision_model
 from tests.vllm.test_handoff import ADAPTER, TEMPLATE
 from tests.vllm.test_images import SEES
-from tests.vllm.test_roles import options
+from tests.vllm.test_roles import options, taken_from_others
 
 from warmfleet.cli.local.ports import free_port
 
@@ -35,6 +36,8 @@ CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 12
 BLOCKS = 400
 CLOSE = 1e-4  # largest difference of a log probability
 WAITS_S, STOPPED_S = 240.0, 6.0
+CALM, BESIDE = 40, 12  # requests that are sent one by one, and answers made beside them
+EMPTY = '{"candidates":[]}'
 
 pytestmark = [
     pytest.mark.vllm,
@@ -112,7 +115,7 @@ class Fleet:
     url: str
 
 
-@pytest.fixture(params=["text", "windows", "images"])
+@pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Kind, Fleet]]:
     kind = kind_of(request.param, tmp_path)
     with ExitStack() as stack:
@@ -137,11 +140,13 @@ class Answer:
     cached: int
     prefill: str
     decode: str
+    prompt: int
+    held: dict[str, int]  # tokens that each engine was believed to hold, if the request asked for the explanation
 
 
-async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], **headers: str) -> Answer:
     asked = {"model": SERVED_NAME, "max_tokens": 6, "temperature": 0, "logprobs": True} | body
-    answer = await client.post(f"{url}/v1/chat/completions", json=asked)
+    answer = await client.post(f"{url}/v1/chat/completions", json=asked, headers=headers)
     assert answer.status_code == 200, answer.text
     told = answer.json()
     content = told["choices"][0]["logprobs"]["content"]
@@ -152,6 +157,11 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answ
         (told["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
         answer.headers.get("x-warmfleet-prefill-worker", ""),
         answer.headers.get("x-warmfleet-worker", ""),
+        told["usage"]["prompt_tokens"],
+        {
+            one["worker"]: one["matched"]
+            for one in json.loads(answer.headers.get("x-warmfleet-explain", EMPTY))["candidates"]
+        },
     )
 
 
@@ -219,6 +229,7 @@ def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
     subprocess.run(["kill", f"-{number.value}", "--", f"-{engine.process.pid}"], check=True)
 
 
+@pytest.mark.parametrize("fleet", ["text", "windows", "images"], indirect=True)
 async def test_answers_are_those_of_one_engine(fleet: tuple[Kind, Fleet]) -> None:
     kind, engines = fleet
     rng = random.Random(1)
@@ -228,12 +239,41 @@ async def test_answers_are_those_of_one_engine(fleet: tuple[Kind, Fleet]) -> Non
         split = Counter((bool(one.prefill), one.decode) for one in talks.answers.values())
         off = sum(one.predicted != one.cached for one in talks.answers.values())
         print(f"\nsplit, by the engine that answered: {dict(split)}; predicted otherwise than cached: {off}")
+        assert off <= len(talks.answers) // 20, "but for engines that are killed"
         # A decode engine that had taken stale blocks would answer otherwise now, from its cache.
         for engine in (engines.prefill, *engines.decode):
             differing = await different(client, engine, talks)
             assert not differing, f"{engine.worker_id} answers otherwise: {differing}"
     assert sum(count for (both, _), count in split.items() if both) > (len(talks.answers) // 10 if kind.splits else -1)
     assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") == 0
+
+
+@pytest.mark.parametrize("fleet", ["text"], indirect=True)
+async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind, Fleet]) -> None:
+    """Answers beside them make it worth while to split requests that come one by one."""
+    kind, engines = fleet
+    rng, split, off = random.Random(2), 0, []
+
+    async def beside() -> None:
+        while True:  # several answers to a request, so that it is not split
+            await ask(client, engines.url, plain_texts(rng)[0] | {"n": 2, "max_tokens": 300, "ignore_eos": True})
+
+    async with httpx.AsyncClient(timeout=WAITS_S) as client:
+        others = [asyncio.create_task(beside()) for _ in range(BESIDE)]
+        while split < CALM:
+            for body in kind.turns(rng):
+                before = {engine.worker_id: taken_from_others(engine) for engine in engines.decode}
+                one = await ask(client, engines.url, body, **{"x-warmfleet-explain": "1"})
+                took = {
+                    engine.worker_id: taken_from_others(engine) - before[engine.worker_id] for engine in engines.decode
+                }
+                lacked = {one.decode: one.prompt - one.held[one.decode]} if one.prefill else {}
+                if one.predicted != one.cached or took != dict.fromkeys(took, 0) | lacked:
+                    off.append((one, took, lacked))
+                split += bool(one.prefill)
+        for task in others:
+            task.cancel()
+    assert not off
 
 
 async def different(
