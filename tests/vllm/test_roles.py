@@ -38,10 +38,10 @@ NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_fai
 NIXL |= {"kv_connector_extra_config": {"kv_lease_duration": LEASE_S, "num_threads": 0}}  # type: ignore[dict-item]
 
 
-def options(redis_url: str, name: str, role: str, port: int) -> EngineOptions:
+def options(redis_url: str, name: str, role: str, port: int, device: str = "cpu") -> EngineOptions:
     environment = {"UCX_TLS": "tcp,self,sm", "TORCHDYNAMO_DISABLE": "1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), **SLEEPS}
-    arguments = ("--kv-transfer-config", json.dumps(NIXL | {"kv_role": role}))
+    arguments = ("--kv-transfer-config", json.dumps(NIXL | {"kv_role": role, "kv_buffer_device": device}))
     return EngineOptions(redis_url, worker_id=name, arguments=arguments, environment=environment)
 
 
