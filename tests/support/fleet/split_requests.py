@@ -56,13 +56,13 @@ class SplitFleet:
         rows = [view.load for view in await self.router.fleet.workers.read() if view.worker_id.startswith("p")]
         return sum(row.prefill_tokens + row.decode_tokens + row.in_flight for row in rows)
 
-    async def given_back(self) -> None:
+    async def given_back(self, deadline_s: float = 10.0) -> None:
         """Return when nothing is booked at the prefill engines, and they keep no blocks."""
 
         async def empty() -> bool:
             return await self.leg_load() == 0 and not self.pinned
 
-        await poll(empty, 10, "the prefill engines are free")
+        await poll(empty, deadline_s, "the prefill engines are free")
 
     @property
     def pinned(self) -> int:
