@@ -27,7 +27,8 @@ pytestmark = [
         minutes=2,
         shows=(
             "400 requests over three prefill and three decode engines that hang, die and have slow links, while "
-            "clients hang up: every answer is right, and no engine sees parameters used twice, late or for another prompt"
+            "clients hang up: every answer is right, and no engine sees parameters used twice, late or for another "
+            "prompt"
         ),
     ),
 ]
