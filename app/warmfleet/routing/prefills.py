@@ -66,7 +66,8 @@ Result = Literal["refused", "failed", "late", "unfit"]
 class PrefillFailed(Exception):  # noqa: N818  a condition, as in ``errors``
     """The chosen worker does not get the prompt from the other engine, and the client has got nothing.
 
-    result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request.
+    result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request;
+    not one that was late, because under overload all are.
     """
 
     def __init__(self, result: Result, why: str, to_blame: Judged | None = None) -> None:
@@ -117,10 +118,10 @@ class Prefills:
         job.call.record.event("prefill", **told)
         return with_params(job, base, ids, params, {})
 
-    def overdue(self, pool: Pool, held: PrefillBooking) -> PrefillFailed:
+    def overdue(self, pool: Pool) -> PrefillFailed:
         """Return the failure of a request whose worker waits in vain for the blocks: the other engine hangs."""
         self._results("late", pool.tag).inc()
-        return PrefillFailed("late", "its blocks did not come", Judged(held.engine.worker_id, held.engine.trial))
+        return PrefillFailed("late", "its blocks did not come")
 
     def _ids(
         self, job: Job, prompt: IdentifiedPrompt, pool: Pool, engine: PrefillLeg, decision: Decision
@@ -160,7 +161,7 @@ class Prefills:
             answer, looked_at = await _whole(response, limit_s)
         except TimeoutError as error:
             pool.avoid(engine.worker_id)
-            raise PrefillFailed("late", f"no answer within {limit_s:.1f} s", judged) from error
+            raise PrefillFailed("late", f"no answer within {limit_s:.1f} s") from error
         except UpstreamError as error:
             if not isinstance(error, UpstreamGone) or error.warns_others:
                 pool.avoid(engine.worker_id)

@@ -114,7 +114,7 @@ class Relay:
         except UpstreamError as error:
             attempt.record.failed(error)
             if held is not None and held.overdue:
-                raise self._prefills.overdue(booking.pool, held) from error
+                raise self._prefills.overdue(booking.pool) from error
             raise
         finally:
             attempt.record.came(response)
