@@ -43,6 +43,7 @@ class SplitFleet:
             for _ in range(BUSY):
                 question = Question(new_reservation(1), (), 16, 32, only=(f"d{number}.0",))
                 await self.router.fleet.bookings.decide(question)
+                await self.router.fleet.bookings.settle(question.reservation, "started")  # else others would wait
 
     async def results(self) -> dict[str, int]:
         """The counts of ``warmfleet_split_requests`` that are not 0."""
