@@ -22,7 +22,8 @@ from warmfleet.routing.engine_addresses import EngineAddresses
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.first_bytes import FirstBytes
 from warmfleet.routing.gateway import headers_for_engine
-from warmfleet.routing.relay import UNKNOWN_TOKEN_S, with_response_id
+from warmfleet.routing.prefills import UNKNOWN_TOKEN_S
+from warmfleet.routing.relay import with_response_id
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from warmfleet.prompt.json_splice import with_key
 from warmfleet.routing.error_events import ErrorEvents
 from warmfleet.routing.explain_header import answer_headers
 from warmfleet.routing.first_bytes import FirstBytes
-from warmfleet.routing.prefills import Prefills
+from warmfleet.routing.prefills import UNKNOWN_TOKEN_S, Prefills
 from warmfleet.routing.sender import Sender
 from warmfleet.routing.token_handoff import REFUSALS, Handoff
 
@@ -54,7 +54,6 @@ BUFFER_MAX_BYTES = 1_048_576
 #: Most seconds and pieces for which a stream that begins with a comment, a ping or half an event waits for its first
 #: event, which may be an error. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
-UNKNOWN_TOKEN_S = 1e-4  # prefill of a token if no worker's speed is known, as in lua/parts/shared/alive_workers.lua
 NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
