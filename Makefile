@@ -72,8 +72,8 @@ deps: ## install redis-server, haproxy, luacheck, openssl, chromium and promtool
 
 checkov: $(CHECKOV_STAMP)
 
-# tests/envoy/run.py needs what tests need.
-envoy: $(DEV_STAMP) $(ENVOY_STAMP)
+# tests/envoy/run.py is tried beside a fleet of `make run`.
+envoy: $(RUN_STAMP) $(ENVOY_STAMP)
 
 # ---------------------------------------------------------------- environments
 

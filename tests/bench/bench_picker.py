@@ -36,7 +36,7 @@ from tests.bench.proxy_client import AnswerError, burst_of, connected, in_turn, 
 from tests.bench.proxy_requests import GAP_MS, STREAM_CHUNKS, body, small
 from tests.bench.proxy_routers import BOOKED, ENGINES, Cores, cpu_s, fleet_of
 from tests.bench.route_calls import us_a_request
-from tests.envoy.envoy import MODES
+from tests.envoy.gateway_config import MODES
 
 from warmfleet_loadtest.stacks.processes import free_ports
 

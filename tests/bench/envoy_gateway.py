@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from tests.envoy.envoy import MODES, Mode, binary, config
+from tests.envoy.gateway_config import MODES, Mode, binary, config
+from tests.support.run.required_tools import require
 
 from warmfleet_loadtest.stacks.processes import get_json
 
@@ -27,7 +28,7 @@ def started(
     (folder / "envoy.json").write_text(json.dumps(config(places, members, modes, ejects=True)))
     options = ["--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
     options += ["--admin-address-path", str(folder / "admin")]
-    processes.spawn("envoy", name, [binary(), "-c", str(folder / "envoy.json"), *options])
+    processes.spawn("envoy", name, [require("envoy", binary()), "-c", str(folder / "envoy.json"), *options])
     ports: dict[str, int] = {}
 
     def listening() -> bool:

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 
-from tests.envoy.envoy import MODES, binary, config
+from tests.envoy.gateway_config import MODES, binary, config
 
 
 def main() -> None:
@@ -28,8 +28,11 @@ def main() -> None:
     if options.print:
         print(json.dumps(configured, indent=2))
         return
+    envoy = binary()
+    if envoy is None:
+        made.error("no Envoy is installed: run `make envoy`")
     words = ["--concurrency", "1", "--use-dynamic-base-id", "-l", "warning", "--config-yaml", json.dumps(configured)]
-    os.execv(binary(), ["envoy", *words])
+    os.execv(envoy, ["envoy", *words])
 
 
 if __name__ == "__main__":

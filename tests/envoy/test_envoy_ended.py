@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from tests.envoy.envoy import MODES, Mode
-from tests.envoy.world import PATH, World, cut, die, running_world, whole_answers
+from tests.envoy.gateway_config import MODES, Mode
+from tests.envoy.world import EVERY_MODE, PATH, World, booked, cut, die, running_world, under_load, whole_answers
 from tests.support.polling import poll
 
 from warmfleet.fleet import Lease, Stage
@@ -29,16 +29,11 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)
 
 LEFT = "warmfleet_left_reservations_total"
 SEEN_S = 2.0  # engines report an end within 0.1 s, and routers apply the report within 0.03 s; the machine may be busy
-BOTH = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 OFTEN = ("duplex", "buffered_streamed")
 LONG = pytest.mark.long(minutes=1, shows="clients that leave and engines that break off, where calls end early")
 BOOKING = pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(mode, marks=[] if mode.name in OFTEN else LONG, id=mode.name)
-        for mode in MODES
-        if mode.request not in ("NONE", "STREAMED")
-    ],
+    [pytest.param(mode, marks=[] if mode.name in OFTEN else LONG, id=mode.name) for mode in MODES if booked(mode)],
 )
 
 
@@ -71,17 +66,13 @@ async def accounts(world: World) -> Accounts:
     return Accounts(world, await world.replica.metric(LEFT), await world.outcomes())
 
 
-def booked(mode: Mode) -> int:
-    return 0 if mode.request in ("NONE", "STREAMED") else 1
-
-
 async def calls_of(world: World) -> int:
     """Return the number of calls that Envoy has open at the picker."""
     told = await world.envoy.ask("/stats?filter=cluster.pickers.upstream_rq_active")
     return int(told.rsplit(":", 1)[1])
 
 
-@BOTH
+@EVERY_MODE
 async def test_answers_pass_by(world: World, accounts: Accounts, mode: Mode) -> None:
     """Plain, streamed, and one whose request has 1 MiB, which waits for the windows of the call."""
     got = await world.ask(mode, world.body())
@@ -134,20 +125,10 @@ async def test_an_engine_that_breaks_off(world: World, accounts: Accounts, mode:
     assert world.pool.outliers.verdicts == {}
 
 
-async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
+@under_load(pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode are whole where calls end early"))
+async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
     await whole_answers(world, mode, count)
     await accounts.are(count * booked(mode))
-
-
-@BOTH
-async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
-    await whole_under_load(world, accounts, mode, 40)
-
-
-@pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode are whole to the byte where calls end early")
-@BOTH
-async def test_a_thousand_answers_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
-    await whole_under_load(world, accounts, mode, 1_000)
 
 
 # ---------------------------------------------------------------- the last test, which leaves one engine dead

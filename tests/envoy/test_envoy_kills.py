@@ -19,7 +19,8 @@ import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
-from tests.envoy.envoy import MODES, Envoy, Mode, envoy
+from tests.envoy.envoy import Envoy, envoy
+from tests.envoy.gateway_config import MODES, Mode
 from tests.support.engines.simulated import Simulated, simulated
 from tests.support.polling import poll
 

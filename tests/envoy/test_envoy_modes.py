@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 import pytest_asyncio
-from tests.envoy.envoy import ENDPOINT, MODES, OTHERS, Mode
-from tests.envoy.world import PATH, World, cut, die, running_world, whole_answers
+from tests.envoy.gateway_config import ENDPOINT, MODES, OTHERS, Mode
+from tests.envoy.world import EVERY_MODE, PATH, World, booked, cut, die, running_world, under_load, whole_answers
 from tests.support.polling import poll
 from tests.support.requests.http2 import Peer
 
@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 NO_OUTCOME = Counter[str]()
-BOTH = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 #: Modes in which the picker reads the prompt, so that it books the request.
-BOOKING = pytest.mark.parametrize(
-    "mode", [mode for mode in MODES if mode.request not in ("NONE", "STREAMED")], ids=lambda mode: mode.name
-)
+BOOKING = pytest.mark.parametrize("mode", [mode for mode in MODES if booked(mode)], ids=lambda mode: mode.name)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,14 +81,10 @@ async def accounts(world: World) -> Accounts:
     return Accounts(world, await world.outcomes())
 
 
-def booked(mode: Mode) -> bool:
-    return mode.request not in ("NONE", "STREAMED")
-
-
 # ---------------------------------------------------------------- answers
 
 
-@BOTH
+@EVERY_MODE
 async def test_a_plain_answer(world: World, accounts: Accounts, mode: Mode) -> None:
     got = await world.ask(mode, world.body())
     assert got.status == 200
@@ -103,7 +96,7 @@ async def test_a_plain_answer(world: World, accounts: Accounts, mode: Mode) -> N
         await accounts.are()
 
 
-@BOTH
+@EVERY_MODE
 async def test_a_streamed_answer(world: World, accounts: Accounts, mode: Mode) -> None:
     got = await world.ask(mode, world.body(tokens=200, stream=True))
     assert got.status == 200
@@ -114,7 +107,7 @@ async def test_a_streamed_answer(world: World, accounts: Accounts, mode: Mode) -
     await accounts.are(**{"finished": 1} if booked(mode) and mode.name != "duplex_none" else {})
 
 
-@BOTH
+@EVERY_MODE
 async def test_a_body_of_1_mib(world: World, accounts: Accounts, mode: Mode) -> None:
     """Envoy holds no more than 1 MiB where it buffers, and refuses the request itself: nothing was booked."""
     got = await world.ask(mode, world.body(user="x" * 2**20))
@@ -128,7 +121,7 @@ async def test_a_body_of_1_mib(world: World, accounts: Accounts, mode: Mode) -> 
     await accounts.are(**{"finished": 1} if booked(mode) else {})
 
 
-@BOTH
+@EVERY_MODE
 async def test_a_list_of_models(world: World, accounts: Accounts, mode: Mode) -> None:
     async with world.client.get(world.envoy.urls[mode.name] + "/v1/models") as answer:
         assert answer.status == 200
@@ -136,7 +129,7 @@ async def test_a_list_of_models(world: World, accounts: Accounts, mode: Mode) ->
     await accounts.are()
 
 
-@BOTH
+@EVERY_MODE
 async def test_paths_that_are_not_for_clients(world: World, accounts: Accounts, mode: Mode) -> None:
     async with world.client.get(world.envoy.urls[mode.name] + "/sim/table") as answer:
         assert answer.status == 404
@@ -209,7 +202,7 @@ async def test_an_envoy_that_grants_no_more_time(world: World, accounts: Account
 # ---------------------------------------------------------------- subsets
 
 
-@BOTH
+@EVERY_MODE
 async def test_only_engines_of_the_subset(world: World, accounts: Accounts, mode: Mode) -> None:
     """Best: the engine that has the prompt, if it is allowed. Partial: the other. None: 503."""
     expected = 0
@@ -259,7 +252,7 @@ async def host_behind_the_gateway() -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
 
 
-@BOTH
+@EVERY_MODE
 @pytest.mark.parametrize(("method", "path"), [("POST", PATH), ("GET", "/v1/models")])
 async def test_trailers_without_a_body_reach_no_host_of_the_clients_choice(
     world: World, accounts: Accounts, mode: Mode, method: str, path: str
@@ -332,7 +325,8 @@ async def test_an_engine_that_dies_while_it_answers_is_not_blamed(world: World, 
 # ---------------------------------------------------------------- under load
 
 
-async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
+@under_load(pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode of a gateway are whole to the byte"))
+async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode, count: int) -> None:
     await whole_answers(world, mode, count)
     if mode.name in ("duplex_none", "duplex_trailers"):
         # Nobody tells when the answers end, or only the end of the call tells it, which for short answers looks like a
@@ -342,17 +336,6 @@ async def whole_under_load(world: World, accounts: Accounts, mode: Mode, count: 
         await world.replica.unloaded()
     else:
         await accounts.are(**{"finished": count} if booked(mode) else {})
-
-
-@BOTH
-async def test_answers_under_load_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
-    await whole_under_load(world, accounts, mode, 60)
-
-
-@pytest.mark.long(minutes=2, shows="1,000 streamed answers in each mode of a gateway are whole to the byte")
-@BOTH
-async def test_a_thousand_answers_are_whole(world: World, accounts: Accounts, mode: Mode) -> None:
-    await whole_under_load(world, accounts, mode, 1_000)
 
 
 # ---------------------------------------------------------------- the last test, which leaves one engine dead

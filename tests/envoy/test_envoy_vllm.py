@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from tests.envoy.envoy import MODES, envoy
+from tests.envoy.envoy import envoy
+from tests.envoy.gateway_config import MODES
 from tests.support.replicas.replica import replica
 from tests.vllm.engine import SERVED_NAME, EngineOptions, running
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import aiohttp
-from tests.envoy.envoy import MODES, OTHERS, Envoy, Logged, Mode, envoy
+import pytest
+from tests.envoy.envoy import Envoy, Logged, envoy
+from tests.envoy.gateway_config import MODES, OTHERS, Mode
 from tests.support.engines.simulated import Simulated, simulated
 from tests.support.polling import poll
 from tests.support.replicas.replica import Replica, replica
@@ -29,6 +31,18 @@ if TYPE_CHECKING:
 
 PATH = "/v1/completions"
 OUTCOMES = get_args(Outcome)
+EVERY_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+
+
+def booked(mode: Mode) -> bool:
+    """Whether the picker reads the prompt in this mode, so that it books the request."""
+    return mode.request not in ("NONE", "STREAMED")
+
+
+def under_load(long: pytest.MarkDecorator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Run a test in every ``mode``, with a ``count`` of 40 requests, and with 1,000 as the long test ``long``."""
+    counts = pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=long)])
+    return lambda test: EVERY_MODE(counts(test))
 
 
 @dataclass
