@@ -56,6 +56,18 @@ class Keyspace:
         name, changed = f"w{number}.0", replace(await self.row(number), **row)
         await cast("Any", self.store.hset(self.keys.load, name, changed.pack(name)))
 
+    async def stop_time(self) -> dict[str, LoadRow]:
+        """Let nothing that is booked by now count as computed, nor as time in prefill, however late the next call is.
+
+        Returns the rows as they were.
+        """
+        rows = await self.rows()
+        for name, row in rows.items():
+            if row.under_way_tokens or row.since_ms:
+                number = int(name.removeprefix("w").removesuffix(".0"))
+                await self.change(number, under_way_tokens=0, since_ms=0)
+        return rows
+
     async def row(self, number: int) -> LoadRow:
         return LoadRow.unpack(await cast("Any", self.store.hget(self.keys.load, f"w{number}.0")))
 

@@ -132,12 +132,8 @@ class CheckedQueue:
 
     async def workers(self) -> Workers:
         """The workers as they are. Nothing that is booked there counts as computed by now, nor as time in prefill."""
-        booked = {}
-        for name, row in sorted((await self.keyspace.rows()).items()):
-            booked[name] = row.prefill_tokens
-            if row.under_way_tokens or row.since_ms:
-                number = int(name.removeprefix("w").removesuffix(".0"))
-                await self.keyspace.change(number, under_way_tokens=0, since_ms=0)
+        rows = await self.keyspace.stop_time()
+        booked = {name: row.prefill_tokens for name, row in sorted(rows.items())}
         return Workers(booked)
 
     async def decide(self, ticket: Ticket, waited_ms: int = 0) -> Decision | Queued:
