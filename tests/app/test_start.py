@@ -19,10 +19,15 @@ from warmfleet.api.listening.server import Sockets
 from warmfleet.errors import BadArgument, FleetUnavailable
 from warmfleet.fleet import Fleet, connect
 from warmfleet.main import create_app
+from warmfleet.pools import served_models
 from warmfleet.settings import Settings
 
 
-async def test_requests_wait_for_the_first_reading_of_a_slow_redis(valkey_url: str, model: str) -> None:
+async def test_requests_wait_for_the_first_reading_of_a_slow_redis(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reading takes several answers of Redis, so longer than the last look of a request that cannot be placed."""
+    monkeypatch.setattr(served_models, "FIRST_READING_S", 60.0)
     async with engine(model) as upstream, gate(valkey_url) as door:
         door.delay_s = 0.15
         async with (
