@@ -104,8 +104,19 @@ def test_ratios_are_of_the_cells_that_were_played() -> None:
     assert ratios(rows) == {"before_at_07": 0.95, "sessions_per_hour_bare": 2.0}
 
 
-async def test_the_ledger_computes_less_and_serves_more(url: str) -> None:
-    wanted = Load(agents("generated", 32).sessions, 12, skip=8, ends=20)
+@pytest.mark.parametrize(
+    ("number", "at_once", "skip", "ends"),
+    [
+        (16, 10, 4, 10),
+        pytest.param(
+            32, 12, 8, 20, marks=pytest.mark.long(minutes=1, shows="agents with the ledger beside agents without it")
+        ),
+    ],
+)
+async def test_the_ledger_computes_less_and_serves_more(
+    url: str, number: int, at_once: int, skip: int, ends: int
+) -> None:
+    wanted = Load(agents("generated", number).sessions, at_once, skip=skip, ends=ends)
     before = figures(await run(url, wanted, VARIANTS["before"], engines=1), wanted)
     told = figures(await run(url, wanted, VARIANTS["on"], engines=1, replicas=2), wanted)
     assert told["sessions_per_hour"] > 1.2 * before["sessions_per_hour"]
