@@ -69,8 +69,8 @@ def test_two_replicas_behind_haproxy(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.usefixtures("generated")
 def test_agents_in_a_closed_loop_and_in_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--trace", "generated", "--seconds", "100", "--speed", "20", "--step-time", "fast", "--engines", "2"]
-    options += ["--policy", "cost", "--fleet", "no-ledger:1", "--out", str(tmp_path)]
-    assert main(POLICIES, [*options, "--overcommit", "0.2"]) == 0
+    options += ["--fleet", "no-ledger:1", "--out", str(tmp_path)]
+    assert main(POLICIES, [*options, "--policy", "cost", "--overcommit", "0.2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for run in printed["runs"]:
         assert run["sessions"] > 0
