@@ -83,16 +83,25 @@ class Case(NamedTuple):
     by: str = "pytest"
 
 
-CASES = [
+OFTEN = [
     *[Case("waiting", 2, number) for number in (signal.SIGTERM, signal.SIGKILL)],
-    *[Case("waiting", 2, number, to="group") for number in (signal.SIGINT, signal.SIGHUP)],
+    Case("waiting", 2, signal.SIGINT, to="group"),
     Case("waiting", 2, signal.SIGTERM, by="make"),
-    Case("deaf", 2, signal.SIGTERM),
-    *[Case(doing, 0, signal.SIGTERM) for doing in DOING if doing not in ("waiting", "deaf")],
+    Case("collecting", 0, signal.SIGTERM),
 ]
+RARE = [
+    Case("waiting", 2, signal.SIGHUP, to="group"),
+    Case("deaf", 2, signal.SIGTERM),
+    *[Case(doing, 0, signal.SIGTERM) for doing in ("computing", "slow-to-stop", "starting-servers")],
+]
+LONG = pytest.mark.long(minutes=2, shows="runs that compute, hear no signal or end slowly leave no process behind")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, [*case[:2], case.number.name, *case[3:]])))
+def name_of(case: Case) -> str:
+    return "-".join(map(str, [*case[:2], case.number.name, *case[3:]]))
+
+
+@pytest.mark.parametrize("case", [*OFTEN, *[pytest.param(case, marks=LONG) for case in RARE]], ids=name_of)
 def test_a_run_that_is_ended_leaves_no_process(case: Case, tmp_path: Path) -> None:
     files = case.processes or 1
     for number in range(files):

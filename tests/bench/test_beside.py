@@ -29,7 +29,7 @@ def test_tiers_that_are_asked_for_are_found_as_by_reading_all(url: str) -> None:
     def beside(rule: str, changed: str) -> tuple[int, int]:
         assert rule in text
         other = replace(ours, texts={"decide": text.replace(rule, changed)})
-        return differing(url, {"ours": ours, "other": other}, 400, tiered=0.5)
+        return differing(url, {"ours": ours, "other": other}, 150, tiered=0.5)
 
     assert beside("count <= 16", "count < 0") == (0, 0)
     assert beside("candidates - 1, held + own[k]", "candidates - 1, held") != (0, 0)

@@ -21,6 +21,7 @@ from tests.bench.stub_engines import Stub
 from warmfleet_loadtest.stacks.processes import StackError
 
 
+@pytest.mark.long(minutes=1, shows="the bench `proxy --streams` reports every figure")
 def test_a_small_run_reports_every_figure() -> None:
     argv = [sys.executable, "-m", "tests.bench.bench_proxy", "--streams", "--quick"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

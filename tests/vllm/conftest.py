@@ -9,6 +9,7 @@ import pytest
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import MODEL, SLEEPS, VENV, EngineOptions, VllmEngine, running
 from tests.vllm.inside import Inside, inside
+from tests.vllm.seeing import vision
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
@@ -38,8 +39,8 @@ def installed() -> None:
 
 @pytest.fixture(scope="session")
 def vllm(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inside]:
-    """A process that asks vLLM without an engine."""
-    with inside(tmp_path_factory.mktemp("vllm")) as process:
+    """A process that asks vLLM without an engine, also for models that see images."""
+    with inside(tmp_path_factory.mktemp("vllm"), str(vision())) as process:
         yield process
 
 

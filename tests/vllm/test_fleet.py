@@ -1,4 +1,4 @@
-"""Two real engines behind two real replicas: vLLM reports exactly the cached tokens that the decision predicted."""
+"""Real engines behind two real replicas: vLLM reports exactly the cached tokens that the decision predicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from tests.support.polling import poll
-from tests.vllm.conftest import BLOCKS
+from tests.vllm.conftest import BLOCKS, Reported
 from tests.vllm.engine import SERVED_NAME, SLEEPS, EngineOptions, VllmEngine
 from tests.vllm.replicas import BY_MATCH, replicas
 
@@ -33,6 +33,12 @@ class Real:
     engines: dict[str, VllmEngine]
     redis_url: str
 
+    def user(self, words: int, seed: int) -> dict[str, str]:
+        """A message that only this seed has, of all that this number of engines gets."""
+        choose = random.Random(1_000 * len(self.engines) + seed)
+        vocabulary = ["import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module"]
+        return {"role": "user", "content": " ".join(choose.choice(vocabulary) for _ in range(words))}
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -46,19 +52,32 @@ class Turn:
     text: str
 
 
-@pytest.fixture(scope="module")
-def real(vllm_store: str, request: pytest.FixtureRequest) -> Iterator[Real]:
-    """The engine of the session and a second one for this module. They start at the same time."""
-    second = VllmEngine(EngineOptions(vllm_store, "vllm-b", blocks=BLOCKS, environment=SLEEPS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one engine"),
+        pytest.param(
+            2,
+            id="two engines",
+            marks=pytest.mark.long(minutes=2, shows="exact predictions where a decision chooses between real engines"),
+        ),
+    ],
+)
+def real(vllm_store: str, reported: Reported, request: pytest.FixtureRequest) -> Iterator[Real]:
+    """The engine of the session, with a second one in the long run, which takes half a minute to start."""
+    engines = [reported.engine]
+    more = VllmEngine(EngineOptions(vllm_store, "vllm-b", blocks=BLOCKS, environment=SLEEPS))
     try:
-        second.start()
-        first = request.getfixturevalue("reported").engine
-        second.wait()
-        with replicas(vllm_store, policy=BY_MATCH) as urls:
-            yield Real(urls, {engine.worker_id: engine for engine in (first, second)}, vllm_store)
+        if request.param == 2:
+            more.start()
+            more.wait()
+            engines.append(more)
+        with replicas(vllm_store, engines=len(engines), policy=BY_MATCH) as urls:
+            yield Real(urls, {engine.worker_id: engine for engine in engines}, vllm_store)
     finally:
-        second.remove()
-        asyncio.run(_forget(vllm_store, second.worker_id))
+        more.remove()
+        if request.param == 2:
+            asyncio.run(_forget(vllm_store, more.worker_id))
 
 
 async def _forget(redis_url: str, worker_id: str) -> None:
@@ -90,12 +109,6 @@ async def ask(url: str, messages: list[dict[str, str]]) -> Turn:
         answer.headers["x-warmfleet-reservation"],
         answer.json()["choices"][0]["message"]["content"],
     )
-
-
-def user(words: int, seed: int) -> dict[str, str]:
-    choose = random.Random(seed)
-    vocabulary = ["import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module"]
-    return {"role": "user", "content": " ".join(choose.choice(vocabulary) for _ in range(words))}
 
 
 async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
@@ -137,13 +150,13 @@ async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
 
 async def test_the_second_turn_through_the_other_replica_and_again_after_eviction(real: Real, index: Fleet) -> None:
     first_replica, second_replica = real.replicas
-    messages = [user(1_900, 1)]
+    messages = [real.user(1_900, 1)]
     first = await ask(first_replica, messages)
     assert first.prompt_tokens > 1_900
     assert (first.predicted, first.cached) == (0, 0)
     await settled(real, index)
 
-    messages += [{"role": "assistant", "content": first.text}, user(40, 2)]
+    messages += [{"role": "assistant", "content": first.text}, real.user(40, 2)]
     second = await ask(second_replica, messages)
     assert second.worker_id == first.worker_id
     assert second.predicted == second.cached >= 1_888
@@ -151,9 +164,9 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
     engine = real.engines[first.worker_id]
     for seed in range(10, 13):  # straight to the engine, past the fleet
-        await asyncio.to_thread(engine.complete, user(1_500, seed)["content"])
+        await asyncio.to_thread(engine.complete, real.user(1_500, seed)["content"])
     await settled(real, index)
-    messages += [{"role": "assistant", "content": second.text}, user(40, 3)]
+    messages += [{"role": "assistant", "content": second.text}, real.user(40, 3)]
     third = await ask(first_replica, messages)
     assert third.predicted == third.cached < second.cached, "part of it, at least, was evicted"
     await settled(real, index)
@@ -161,13 +174,13 @@ async def test_the_second_turn_through_the_other_replica_and_again_after_evictio
 
 async def test_prediction_is_exact_over_many_conversations(real: Real, index: Fleet) -> None:
     """Six conversations, three at a time, over caches that hold four. The first ones return at the end."""
-    before = await index.index.counts()
+    before, words = await index.index.counts(), 150 * len(real.engines)
     talks: dict[int, list[dict[str, str]]] = {number: [] for number in range(6)}
     turns = [number for start in range(-2, 6) for number in range(start, start + 3) if number in talks] + [0, 1, 2]
     hits = 0
     for turn, number in enumerate(turns):
         messages = talks[number]
-        messages.append(user(300 if messages else 900, turn))
+        messages.append(real.user(words if messages else 3 * words, turn))
         got = await ask(real.replicas[turn % 2], messages)
         assert got.predicted == got.cached
         hits += got.cached > 0

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.requests.pictures import PICTURES, conversations
-from tests.vllm.inside import inside
 from tests.vllm.parity.test_parity import report
 from tests.vllm.parity.truth import Counts, Model, Truth, compare
-from tests.vllm.seeing import JOINED_KIND, KINDS, LEARNED_KINDS, UNSERVED_KIND, vision, vision_model
+from tests.vllm.seeing import JOINED_KIND, KINDS, LEARNED_KINDS, UNSERVED_KIND, vision_model
 
 from warmfleet.metrics import Metrics
 from warmfleet.pools.identities import Identities
@@ -19,7 +18,7 @@ from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.untrusted.template_approval import Templates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from tests.vllm.inside import Inside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1_800)]
 
@@ -28,7 +27,7 @@ SCHEMES = [("sha256", 32), ("sha256_cbor", 16)]
 
 
 @pytest.fixture(scope="module")
-def seeing(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
+def seeing(vllm: Inside, tmp_path_factory: pytest.TempPathFactory) -> Truth:
     """vLLM with models that see. Two also have a template that does not loop over parts."""
     folder = tmp_path_factory.mktemp("images")
     (folder / "strings.jinja").write_text(STRINGS)
@@ -40,8 +39,7 @@ def seeing(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     models["settings"] = Model(models["qwen2_vl"].folder, (*settings, *limits))
     smaller = ("--mm-processor-kwargs", '{"size": {"longest_edge": 84}}')
     models["smaller"] = Model(models["idefics3"].folder, smaller)
-    with inside(folder, str(vision())) as vllm:
-        yield Truth(vllm, models)
+    return Truth(vllm, models)
 
 
 async def counted(truth: Truth, model: str, seeds: range, each: int) -> Counts:
