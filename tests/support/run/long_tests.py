@@ -13,6 +13,7 @@ import ast
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,9 +44,11 @@ class Row:
         return self.selects.rpartition("/")[2].partition(".py")[0].removeprefix("test_")
 
 
-def rows() -> list[Row]:
+@cache
+def rows() -> tuple[Row, ...]:
     """Return the rows of all files, sorted. Raises ValueError for a mark without ``minutes`` or ``shows``."""
-    return sorted((row for path in ROOT.glob("tests/**/*.py") for row in rows_of(path)), key=lambda row: row.selects)
+    found = (row for path in ROOT.glob("tests/**/*.py") for row in rows_of(path))
+    return tuple(sorted(found, key=lambda row: row.selects))
 
 
 def rows_of(path: Path) -> list[Row]:
