@@ -14,7 +14,6 @@ from tests.support.engines.simulated import simulated
 from tests.support.replicas.replica import replica
 from tests.support.requests import deepseek_tokenizer
 from tests.support.requests.image_rules import fact
-from tokenizers import AddedToken, Tokenizer
 
 from warmfleet.prompt.block_hashes import Hasher, hash_of
 from warmfleet.prompt.chat_template import ChatTemplate
@@ -23,12 +22,13 @@ from warmfleet.prompt.messages import NotReproducible
 from warmfleet.prompt.prefix_trie import Trie
 from warmfleet.prompt.prompt_identity import Identity
 from warmfleet.prompt.request import parse
-from warmfleet.prompt.tokenizer import Encoder
 from warmfleet.protocol.wire import Scheme, chain_hashes, default_none_hash, pack_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import ThreadPoolExecutor
+
+    from warmfleet.prompt.tokenizer import Encoder
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -38,18 +38,10 @@ TEMPLATE = (
 FORMS = ("tagged", "plain", "lookahead_1", "lookahead_3")
 
 
-@pytest.fixture(scope="module")
-def seeing(encoder: Encoder, tokenizer_json: bytes) -> tuple[Encoder, int]:
+@pytest.fixture
+def seeing() -> tuple[Encoder, int]:
     """A tokenizer with a token for images, and the token's id."""
-    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<img>", "<|im_start|>", "<|im_end|>")])
-    text = tokenizer.to_str()
-    return Encoder.load(text.encode()), int(tokenizer.token_to_id("<img>") or 0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_json() -> bytes:
-    return deepseek_tokenizer.tokenizer_json()
+    return deepseek_tokenizer.loaded_with_image_token()
 
 
 def identity(encoder: Encoder, executor: ThreadPoolExecutor) -> Identity:

@@ -9,7 +9,7 @@ import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.app.prompt.test_image_prompts import hashers, identity, seeing, tokenizer_json, words
+from tests.app.prompt.test_image_prompts import hashers, identity, seeing, words
 from tests.app.prompt.test_images import RGB, RGBA, part, rules
 from tests.support.requests.image_rules import MADE
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from warmfleet.prompt.request import Request
     from warmfleet.prompt.tokenizer import Encoder
 
-__all__ = ["seeing", "tokenizer_json"]  # fixtures
+__all__ = ["seeing"]  # a fixture
 
 URL = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}
 

@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 from _pytest.mark.expression import Expression
 
-#: Folders and files whose tests share one process: they share real vLLM, or the local stack of engines and replicas.
+#: Folders and files whose tests share one process: they share real vLLM, the local stack of engines and replicas, or
+#: the tokenizer of a real model, which takes seconds to load.
 TOGETHER = (
     ("tests/vllm",),
     tuple(f"tests/e2e/test_{name}.py" for name in ("stack", "demo", "engines_by_url", "herd")),
+    tuple(
+        f"tests/app/prompt/test_{name}.py"
+        for name in ("prefix_trie", "image_prompts", "learned_images", "media_prefix", "prompt_identity", "dialects")
+    ),
 )
 
 #: Files and folders that take longest. Those that compute stand beside those that wait. All other files follow by
