@@ -94,6 +94,7 @@ def test_the_balancer_knows_those_that_may_join(tmp_path: Path, fleet: str, behi
     assert [f"server {behind}-{place} " in config.read_text() for place in (1, 2, 3, 4)] == [True, True, True, False]
 
 
+@pytest.mark.long(minutes=1, shows="`make loadtest` in small: no request fails while replicas and engines come and go")
 def test_a_short_real_run_survives_what_comes_and_goes(tmp_path: Path) -> None:
     result = run(tmp_path, "--duration", "6", "--rate", "4", "--replicas", "2", "--engines", "2", "--mix", "chat=1")
 

@@ -31,7 +31,6 @@ FIRST = (
     "tests/test_ending.py",
     "tests/e2e",
     "tests/app/fleet/test_sentinel.py",
-    "tests/loadtest/test_locust_run.py",
     "tests/app/routing/test_engine_deaths.py",
     "tests/loadtest/test_fleet_bench.py",
     "tests/app/cli/local/test_replicas.py",
@@ -56,7 +55,7 @@ MOST_PROCESSES = 6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of processes for ``-n auto``: three more than there are cores, because tests wait half of their time.
+    """The number of processes for ``-n auto``: four more than there are cores, because tests wait half of their time.
 
     0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
     long tests: most of them measure, and some take the whole machine.
@@ -64,7 +63,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     one_file = len(config.args) == 1 and ".py" in config.args[0]
     if one_file or config.option.capture == "no" or runs_long_tests(config.option.markexpr):
         return 0
-    return min(len(os.sched_getaffinity(0)) + 3, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 4, MOST_PROCESSES)
 
 
 def runs_long_tests(marks: str) -> bool:
