@@ -66,20 +66,28 @@ def test_two_replicas_behind_haproxy(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cost x 2" in (tmp_path / "load.svg").read_text()
 
 
+AGENTS = ("--trace", "generated", "--seconds", "100", "--speed", "20", "--step-time", "fast", "--engines", "2")
+
+
 @pytest.mark.usefixtures("generated")
-def test_agents_in_a_closed_loop_and_in_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--trace", "generated", "--seconds", "100", "--speed", "20", "--step-time", "fast", "--engines", "2"]
-    options += ["--fleet", "no-ledger:1", "--out", str(tmp_path)]
-    assert main(POLICIES, [*options, "--policy", "cost", "--overcommit", "0.2"]) == 0
+def test_agents_in_a_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fleets = ["--policy", "cost", "--fleet", "no-ledger:1", "--out", str(tmp_path)]
+    assert main(POLICIES, [*AGENTS, *fleets, "--overcommit", "0.2"]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for run in printed["runs"]:
         assert run["sessions"] > 0
         assert run["at_once"] > 1
         assert run["recomputed"] < 0.5
     assert printed["ratios"]["cost x 1"]["sessions_per_hour"][1] > 0.5
-    assert main(POLICIES, [*options, "--burst", "5"]) == 0
-    assert "5 sessions more" in (tmp_path / "agents_ttft.svg").read_text()
+    assert (tmp_path / "agents_ttft.svg").exists()
     assert len(json.loads((tmp_path / "figures.json").read_text())["no-ledger x 1"][0]["medians"]) == 24
+
+
+@pytest.mark.long(minutes=1, shows="the trace bench plays a burst of agents")
+@pytest.mark.usefixtures("generated")
+def test_agents_in_a_burst(tmp_path: Path) -> None:
+    assert main(POLICIES, [*AGENTS, "--fleet", "no-ledger:1", "--out", str(tmp_path), "--burst", "5"]) == 0
+    assert "5 sessions more" in (tmp_path / "agents_ttft.svg").read_text()
 
 
 @pytest.mark.usefixtures("generated")
