@@ -34,10 +34,8 @@ class Real:
     redis_url: str
 
     def user(self, words: int, seed: int) -> dict[str, str]:
-        """A message that only this seed has, of all that this number of engines gets."""
-        choose = random.Random(1_000 * len(self.engines) + seed)
-        vocabulary = ["import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module"]
-        return {"role": "user", "content": " ".join(choose.choice(vocabulary) for _ in range(words))}
+        """A message that no engine has seen with another number of engines."""
+        return user(words, 1_000 * len(self.engines) + seed)
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,12 @@ async def ask(url: str, messages: list[dict[str, str]]) -> Turn:
         answer.headers["x-warmfleet-reservation"],
         answer.json()["choices"][0]["message"]["content"],
     )
+
+
+def user(words: int, seed: int) -> dict[str, str]:
+    choose = random.Random(seed)
+    vocabulary = ["import", "return", "while", "class", "value", "index", "error", "string", "buffer", "module"]
+    return {"role": "user", "content": " ".join(choose.choice(vocabulary) for _ in range(words))}
 
 
 async def settled(real: Real, fleet: Fleet) -> dict[str, set[bytes]]:
