@@ -56,13 +56,12 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 
 
 def texts(rng: random.Random) -> list[dict[str, Any]]:
-    """A conversation's turns as bodies of requests; some use tools, some an adapter."""
-    more: dict[str, Any] = {}
-    if rng.random() < 0.3:
-        more = {"tools": TOOLS, "tool_choice": "auto"}
-    if rng.random() < 0.3:
-        more |= {"model": "adapter"}
-    return _turns(rng, more)
+    """A conversation's turns as bodies of requests; all use an adapter, some have tools.
+
+    On the CPU, vLLM 0.32 gives other answers when requests with an adapter and without run at the same time.
+    """
+    more: dict[str, Any] = {"tools": TOOLS, "tool_choice": "auto"} if rng.random() < 0.3 else {}
+    return _turns(rng, {"model": "adapter"} | more)
 
 
 def plain_texts(rng: random.Random) -> list[dict[str, Any]]:
@@ -256,7 +255,7 @@ async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind,
 
     async def beside() -> None:
         while True:  # several answers to a request, so that it is not split
-            await ask(client, engines.url, plain_texts(rng)[0] | {"n": 2, "max_tokens": 300, "ignore_eos": True})
+            await ask(client, engines.url, kind.turns(rng)[0] | {"n": 2, "max_tokens": 300, "ignore_eos": True})
 
     async with httpx.AsyncClient(timeout=WAITS_S) as client:
         others = [asyncio.create_task(beside()) for _ in range(BESIDE)]

@@ -58,6 +58,7 @@ ONE_TOKEN = {
     "stream_options": b"null",
     "return_token_ids": b"false",
 }
+NULL_BLOCK = 0  # in vLLM's block pool
 STEP_1 = b'{"do_remote_decode":true,"do_remote_prefill":false}'
 
 Result = Literal["refused", "failed", "late", "unfit"]
@@ -170,10 +171,23 @@ class Prefills:
             response.close()  # an engine that is still at work stops, and keeps no blocks
         params = parameters(response.status, answer, booking.prompt.prompt_tokens, judged)
         held.answered()
+        if lacks_blocks(params):
+            held.given_up()
+            raise PrefillFailed("unfit", "it keeps no longer all blocks that are needed")
         if time.perf_counter() - looked_at > _lease_s(pool, engine.worker_id) - MARGIN_S:
             held.given_up()
             raise PrefillFailed("late", "the lease of the blocks may have ended")
         return params
+
+
+def lacks_blocks(params: bytes) -> bool:
+    """Return whether a block that the decode engine would read is gone: its number is then that of the null block.
+
+    vLLM 0.32 frees the first block of a sliding window a token too early for an engine that computes the prompt's last
+    token again: where a window begins with a block, which is so at one length of prompts in as many as a block has.
+    """
+    groups = orjson.loads(params).get("remote_block_ids")
+    return isinstance(groups, list) and any(isinstance(group, list) and NULL_BLOCK in group for group in groups)
 
 
 def plain(data: dict[str, Any]) -> bool:

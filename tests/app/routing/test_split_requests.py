@@ -222,6 +222,22 @@ async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.M
     await fleet.given_back()
 
 
+async def test_blocks_of_which_one_is_gone_are_not_read(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So vLLM answers where a sliding window begins with a block."""
+    take_params = PrefillSide.take_params
+
+    def with_null_block(side: PrefillSide, request: Any) -> Any:
+        params = take_params(side, request)
+        if params is not None:
+            params["remote_block_ids"].append([0, 7, 8])
+        return params
+
+    monkeypatch.setattr(PrefillSide, "take_params", with_null_block)
+    await served(fleet)
+    assert await fleet.results() == {"unfit": 2}, "once for two engines, and then for one"
+    assert (fleet.prefilled(), fleet.taken()) == (1, 0)
+
+
 @pytest.mark.parametrize("when", ["slow", "stopped"])
 async def test_blocks_whose_lease_may_have_ended_are_not_read(
     fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, when: str
