@@ -31,39 +31,40 @@ within 2 s and 99 % of its gaps within 50 ms; strict: the same within 25 ms; pai
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from tests.bench import jobs
 from tests.bench.bench_tiers import chats
-from tests.bench.jobs import run_all
+from tests.bench.jobs import means
 from tests.bench.virtual_fleet import play
 from tests.bench.virtual_pairs import BOTH, GIVES, TAKES, PairCluster, PairConfig, PairPlan, within
 from tests.bench.virtual_rivals import rotated
-from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, agents
+from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, coming
 from tests.bench.virtual_store import private_server
 
-from warmfleet.errors import WarmfleetError
-from warmfleet_loadtest.measuring.figures import markdown, quantile
+from warmfleet_loadtest.measuring.figures import quantile
 from warmfleet_loadtest.stacks.processes import end_on_signals
-from warmfleet_loadtest.traces.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from warmfleet.fleet import Role
+    from warmfleet_loadtest.traces.trace import Trace
 
-ENGINES, REPLICAS, SKIP = 8, 4, 0.1
+ENGINES, SKIP = 8, 0.1
+PARTS = 5  # of the conversation trace; each seed plays another part
 FIRST_S, GAP_S, STRICT_S = 2.0, 0.05, 0.025
 MOST_LACKED, MOST_SHARE = 2_048, 0.7
 LONG_TOKENS = 8_000
 PREFILL_CHUNK, DECODE_CHUNK = 2_048, 512
 SPLITS = ("2:6", "3:5", "4:4", "5:3", "6:2")
+BOUNDED = ("chats", "long")  # cases of the bounds
 CHUNKS = (256, 512, 2_048, 8_192)
 RULES: dict[str, Callable[[int, int], bool] | None] = {
     "always": None,
@@ -91,8 +92,8 @@ CASES = {
 
 
 @cache
-def long_prompts(rows: int | None) -> Trace:
-    found = chats(rows)
+def long_prompts() -> Trace:
+    found = chats(None)
     return replace(found, arrivals=tuple(each for each in found.arrivals if len(each.prompt) >= LONG_TOKENS))
 
 
@@ -105,7 +106,6 @@ class Job:
     split: str
     arm: str
     seed: int
-    seeds: int
     rows: int | None = None
     speed: float = 0.0
 
@@ -124,12 +124,10 @@ class Job:
     def trace(self) -> Trace:
         case = CASES[self.case]
         if not case.sessions:
-            return rotated((chats if self.case == "chats" else long_prompts)(self.rows), self.seed / self.seeds)
-        generator, now, made = random.Random(self.seed), 0.0, []
-        for first, *later in agents("agents", min(case.sessions, self.rows or case.sessions), self.seed).sessions:
-            now += generator.expovariate(self.load * case.most_per_s)
-            made += [replace(first, at_s=now, think_s=None), *later]
-        return Trace("agents", tuple(sorted(made, key=lambda arrival: arrival.at_s)), closed=True)
+            found = chats(None) if self.case == "chats" else long_prompts()
+            part = rotated(found, self.seed / PARTS).arrivals[: len(found.arrivals) // PARTS]
+            return replace(found, arrivals=part[: self.rows])
+        return coming(min(case.sessions, self.rows or case.sessions), self.load * case.most_per_s, self.seed)
 
     def roles(self) -> tuple[Role, ...]:
         if self.split:
@@ -155,7 +153,7 @@ class Job:
             )
             for chunk in chunks
         )
-        made = PairPlan(configs, replicas=REPLICAS, speed=self.speed, seed=self.seed)
+        made = PairPlan(configs, speed=self.speed, seed=self.seed)
         return replace(made, roles=roles, ours=self.arm not in RULES, splits=RULES.get(self.arm))
 
     def run(self) -> dict[str, float]:
@@ -193,21 +191,16 @@ class Row:
     figures: Mapping[str, float]
 
 
-def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
-    found: dict[tuple[str, float, str, str], list[dict[str, float]]] = {}
-    for job, result in run_all(wanted, processes):
-        found.setdefault((job.case, job.load, job.split, job.arm), []).append(result)
-    return [
-        Row(*place, {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]})
-        for place, runs in found.items()
-    ]
+def measured(wanted: Sequence[Job], processes: int, kept: Path | None = None) -> list[Row]:
+    found = means(wanted, processes, lambda job: (job.case, job.load, job.split, job.arm), kept)
+    return [Row(*place, figures) for place, figures in found]
 
 
 def bounds(rows: Sequence[Row]) -> dict[str, float]:
     """Return the bounds, of what was played."""
     cells: dict[tuple[str, float, str], dict[str, Mapping[str, float]]] = {}
     for row in rows:
-        if row.split and row.case in ("chats", "long") and row.load in (0.5, 0.7):
+        if row.split and row.case in BOUNDED and row.load in (0.5, 0.7):
             cells.setdefault((row.case, row.load, row.split), {})[row.arm] = row.figures
     whole = [arms for arms in cells.values() if arms.keys() >= {"ours-alone", *RULES}]
     fixed = [arms["ours"]["good"] for (_, load, _), arms in cells.items() if load == 0.5 and "ours" in arms]
@@ -224,11 +217,13 @@ def bounds(rows: Sequence[Row]) -> dict[str, float]:
 
 def table(rows: Sequence[Row]) -> str:
     names = ("ttft", "ttft_p99", "gap", "gap_p99", "good", "strict", "paired", "busy")
-    cells = [
-        (row.case, f"{row.load:g}", row.split or "-", row.arm, *(f"{row.figures[name]:.3f}" for name in names))
-        for row in rows
-    ]
-    return markdown(("case", "load", "split", "arm", *names), cells)
+    places = [(row.case, f"{row.load:g}", row.split or "-", row.arm) for row in rows]
+    return jobs.table(("case", "load", "split", "arm"), names, zip(places, (row.figures for row in rows), strict=True))
+
+
+def told(rows: Sequence[Row]) -> dict[str, Any]:
+    every = [{"case": row.case, "load": row.load, "split": row.split, "arm": row.arm, **row.figures} for row in rows]
+    return {**bounds(rows), "rows": every}
 
 
 def _list(text: str) -> list[str]:
@@ -248,20 +243,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=5)
     made.add_argument("--rows", type=int, help="first so many requests of the trace, or sessions of agents")
     made.add_argument("--quick", action="store_true", help="one seed, two loads, 300 requests, three splits of chats")
+    made.add_argument("--kept", type=Path, help="file of runs: those that it has are not made again, others are added")
     made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
     return made
 
 
 def every(args: argparse.Namespace) -> list[Job]:
-    quick, jobs = args.quick, []
-    seeds, rows = 1 if quick else args.seeds, args.rows or (300 if quick else None)
-    arms = args.arms or [*SPLIT_ARMS, *WHOLE_ARMS]
-    for case in args.cases or (["chats"] if quick else CASES):
-        for load in map(float, args.loads or ([".5", ".7"] if quick else [".5", ".7", ".85", ".95"])):
+    """Return the jobs, all of one seed before those of the next."""
+    quick, places = args.quick, []
+    bounded = not (args.cases or args.loads or args.arms)
+    arms = args.arms or [*SPLIT_ARMS, *(() if bounded else WHOLE_ARMS)]
+    loads = ["0.5", "0.7"] if bounded else args.loads or ["0.5", "0.7", "0.85", "0.95"]
+    for case in args.cases or (["chats"] if quick else BOUNDED if bounded else CASES):
+        for load in map(float, loads):
             for split in args.splits or (["2:6", "4:4", "6:2"] if quick else SPLITS):
-                jobs += [(case, load, split, arm) for arm in arms if arm in SPLIT_ARMS]
-            jobs += [(case, load, "", arm) for arm in arms if arm in WHOLE_ARMS]
-    return [Job(*place, seed, seeds, rows) for place in jobs for seed in range(seeds)]
+                places += [(case, load, split, arm) for arm in arms if arm in SPLIT_ARMS]
+            places += [(case, load, "", arm) for arm in arms if arm in WHOLE_ARMS]
+    seeds, rows = 1 if quick else args.seeds, args.rows or (300 if quick else None)
+    return [Job(*place, seed, rows) for seed in range(seeds) for place in places]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -271,17 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = {job.arm for job in wanted} - {*SPLIT_ARMS, *WHOLE_ARMS} or {job.case for job in wanted} - CASES.keys()
     if unknown or not wanted or {job.split for job in wanted} - {"", *SPLITS} or min(args.seeds, args.jobs) < 1:
         parser().error("wrong cases, splits or arms; or --seeds or --jobs below 1")
-    try:
-        rows = measured(wanted, args.jobs)
-    except (OSError, ValueError, WarmfleetError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(table(rows), file=sys.stderr, flush=True)
-    told: list[dict[str, Any]] = [
-        {"case": row.case, "load": row.load, "split": row.split, "arm": row.arm, **row.figures} for row in rows
-    ]
-    print(json.dumps({**bounds(rows), "rows": told}), flush=True)
-    return 0
+    return jobs.report(lambda: measured(wanted, args.jobs, args.kept), table, told)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ bounds are
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -42,22 +40,22 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import uvloop
+from tests.bench import jobs
 from tests.bench.bench_order import figures
-from tests.bench.jobs import run_all
+from tests.bench.jobs import means
 from tests.bench.virtual_fleet import Plan, play
 from tests.bench.virtual_plans import QUEUE, arrivals
 from tests.bench.virtual_rivals import rotated
-from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, agents, scaled
+from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, coming, scaled
 from tests.bench.virtual_store import private_server
 from tests.bench.virtual_tiers import TOKEN_BYTES, TieredConfig, counted_at, tiers_of
 
-from warmfleet.errors import WarmfleetError
-from warmfleet_loadtest.measuring.figures import markdown
 from warmfleet_loadtest.stacks.processes import end_on_signals
-from warmfleet_loadtest.traces.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from warmfleet_loadtest.traces.trace import Trace
 
 ENGINES, REPLICAS = 8, 4
 DISPATCH_S = 0.003
@@ -138,11 +136,7 @@ class Job:
         case = CASES[self.case]
         if not case.sessions:
             return rotated(chats(self.rows), self.seed / self.seeds)
-        generator, now, made = random.Random(self.seed), 0.0, []
-        for first, *later in agents("agents", min(case.sessions, self.rows or case.sessions), self.seed).sessions:
-            now += generator.expovariate(self.load * self.most_per_s)
-            made += [replace(first, at_s=now, think_s=None), *later]
-        return Trace("agents", tuple(sorted(made, key=lambda arrival: arrival.at_s)), closed=True)
+        return coming(min(case.sessions, self.rows or case.sessions), self.load * self.most_per_s, self.seed)
 
     def configs(self) -> tuple[TieredConfig, ...]:
         case = CASES[self.case]
@@ -191,13 +185,8 @@ class Row:
 
 
 def measured(wanted: Sequence[Job], processes: int) -> list[Row]:
-    found: dict[tuple[str, float, float, float, str], list[dict[str, float]]] = {}
-    for job, result in run_all(wanted, processes):
-        found.setdefault((job.case, job.load, job.times, job.link, job.arm), []).append(result)
-    return [
-        Row(*place, {name: round(statistics.fmean(run[name] for run in runs), 4) for name in runs[0]})
-        for place, runs in found.items()
-    ]
+    found = means(wanted, processes, lambda job: (job.case, job.load, job.times, job.link, job.arm))
+    return [Row(*place, figures) for place, figures in found]
 
 
 def ratios(rows: Sequence[Row], case: str, times: float, link: float, rivals: Sequence[str]) -> list[float]:
@@ -228,19 +217,10 @@ def bounds(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
+    heads = ("case", "load", "times", "GB/s", "arm")
     names = ("mean", "p50", "p90", "p99", "hit_ratio", "recomputed", "loaded", "busy")
-    cells = [
-        (
-            row.case,
-            f"{row.load:g}",
-            f"{row.times:g}",
-            f"{row.link:g}",
-            row.arm,
-            *(f"{row.figures[name]:.3f}" for name in names),
-        )
-        for row in rows
-    ]
-    return markdown(("case", "load", "times", "GB/s", "arm", *names), cells)
+    places = [(row.case, f"{row.load:g}", f"{row.times:g}", f"{row.link:g}", row.arm) for row in rows]
+    return jobs.table(heads, names, zip(places, (row.figures for row in rows), strict=True))
 
 
 def _numbers(text: str) -> list[float]:
@@ -265,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def every(args: argparse.Namespace) -> list[Job]:
-    jobs = []
+    found = []
     for name in args.case.split(",") if args.case else CASES:
         case, seeds = CASES[name], 1 if args.quick else args.seeds
         rows = args.rows or ((60 if case.sessions else 600) if args.quick else None)
@@ -276,10 +256,10 @@ def every(args: argparse.Namespace) -> list[Job]:
             for times in args.times:
                 for link in args.links or [FAST if name == "chats" else SLOW]:
                     for arm in args.arms.split(",") if args.arms else usual:
-                        jobs += [
+                        found += [
                             Job(name, load, times, link, arm, seed, seeds, rows, args.engines) for seed in range(seeds)
                         ]
-    return jobs
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -292,18 +272,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error(f"no case {error}")
     if unknown or min(args.seeds, args.jobs, args.engines) < 1:
         parser().error(f"arms are {', '.join(ARMS)}; --seeds, --jobs and --engines from 1 on")
-    try:
-        rows = measured(wanted, args.jobs)
-    except (OSError, ValueError, WarmfleetError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(table(rows), file=sys.stderr, flush=True)
-    told: list[dict[str, Any]] = [
+    return jobs.report(lambda: measured(wanted, args.jobs), table, told)
+
+
+def told(rows: Sequence[Row]) -> dict[str, Any]:
+    every = [
         {"case": row.case, "load": row.load, "times": row.times, "link": row.link, "arm": row.arm, **row.figures}
         for row in rows
     ]
-    print(json.dumps({**bounds(rows), "rows": told}), flush=True)
-    return 0
+    return {**bounds(rows), "rows": every}
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_bounds_are_of_what_was_played() -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_split_has_eight_engines_and_only_ours_alone_lets_all_serve_alone(split: str) -> None:
     for arm in SPLIT_ARMS:
-        roles = Job("chats", 0.5, split, arm, 0, 1).roles()
+        roles = Job("chats", 0.5, split, arm, 0).roles()
         assert len(roles) == ENGINES
         assert sum(role.gives > 0 for role in roles) == int(split[0])
         assert all(role.alone for role in roles) == (arm == "ours-alone")
@@ -136,7 +136,7 @@ def test_without_the_trace_the_bench_says_so(
 
 def test_the_last_line_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"good": 0.5, "ttft": 1.0}
-    monkeypatch.setattr("tests.bench.bench_disaggregation.run_all", lambda jobs, _: [(job, figures) for job in jobs])
+    monkeypatch.setattr("tests.bench.jobs.run_all", lambda jobs, *_: [(job, figures) for job in jobs])
     monkeypatch.setattr("tests.bench.bench_disaggregation.table", lambda _: "")
     assert main(["--quick"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -105,7 +105,7 @@ def test_without_the_trace_the_bench_says_so(
 
 
 def test_the_last_line_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tests.bench.bench_tiers.run_all", lambda jobs, _: [(job, {"mean": 1.0}) for job in jobs])
+    monkeypatch.setattr("tests.bench.jobs.run_all", lambda jobs, *_: [(job, {"mean": 1.0}) for job in jobs])
     monkeypatch.setattr("tests.bench.bench_tiers.table", lambda _: "")
     assert main(["--seeds", "1"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -8,8 +8,10 @@ transfers stand in line, and computes the last token anew. The first transfer's 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.virtual_fleet import Cluster, Plan
@@ -17,7 +19,8 @@ from tests.bench.virtual_fleet import Cluster, Plan
 from warmfleet.fleet import Decision, LoadRow, Moved, PrefillLeg, Question, Renewal, Role, Split
 from warmfleet_loadtest.engine import EngineConfig
 from warmfleet_loadtest.simulator.plugin_pool import PluginPool
-from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler, Step
+from warmfleet_loadtest.simulator.scheduler import Output, Request, Scheduler, Step, hash_blocks
+from warmfleet_loadtest.simulator.step_costs import StepWork
 from warmfleet_loadtest.simulator.virtual_clock import VirtualFleet
 
 if TYPE_CHECKING:
@@ -48,7 +51,11 @@ class Transfer:
 
 
 class PairScheduler(Scheduler):
-    """vLLM's scheduler with a NIXL connector. clock: the time of the simulation."""
+    """vLLM's scheduler with a NIXL connector. clock: the time of the simulation.
+
+    Steps that only give each running request its next token, without a new block, are counted and applied together.
+    paced: called with each of these requests and the ends of the steps.
+    """
 
     def __init__(
         self, pool: BlockPool, scheme: wire.Scheme, limits: Any, clock: Callable[[], float], token_s: float
@@ -62,14 +69,62 @@ class PairScheduler(Scheduler):
         self._moving: list[Transfer] = []
         self._clock = clock
         self._token_s = token_s
+        self.paced: Callable[[Request, Sequence[float]], None] = lambda _request, _ends: None
+        self._disturbed = False  # since the last step was planned: more requests, or more room for them
+        self._steady = False  # the last step gave each running request one token, and no request can be admitted
+        self._alike = 0  # steps like the last one that follow
+        self._counted: tuple[list[Request], int] = [], 0  # requests and context tokens of the steps that are counted
+        self._ends: list[float] = []
 
     @property
     def busy(self) -> bool:
         return super().busy or bool(self._moving)
 
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._disturb()
+
     def schedule(self) -> Step | None:
         self.collect(self._clock())
+        if not self._alike:
+            self._apply_counted()
+            self._alike = min(map(self._steps_alike, self.running), default=0) if self._steady else 0
+            self._counted = self.running.copy(), sum(request.tokens for request in self.running)
+        if self._alike:
+            self._alike -= 1
+            requests, context = self._counted
+            decodes = len(requests)
+            return Step([], StepWork(decode_requests=decodes, decode_context=context + decodes * len(self._ends)))
+        self._disturbed = False
         return super().schedule()
+
+    def complete(self, step: Step, now: float = 0.0) -> list[Output]:
+        if not step.tokens:
+            self._ends.append(now)
+            return []
+        outputs = super().complete(step, now)
+        alike = not step.work.prefill_tokens and len(outputs) == len(step.tokens) == len(self.running)
+        ended = any(output.first or output.finished for output in outputs)
+        self._steady = alike and not ended and not self._disturbed
+        return outputs
+
+    def _steps_alike(self, request: Request) -> int:
+        """Return the steps in which a request ends neither its answer nor a block."""
+        size = self.limits.block_tokens
+        within_block = size - 1 - request.computed % size if request.computed % size else 0
+        return min(within_block, request.max_tokens - request.output_tokens - 1)
+
+    def _disturb(self) -> None:
+        """The next step may be of another kind."""
+        self._disturbed, self._steady, self._alike = True, False, 0
+
+    def _apply_counted(self) -> None:
+        ends, self._ends = self._ends, []
+        for request in self._counted[0] if ends else ():
+            request.computed += len(ends)
+            request.output_tokens += len(ends)
+            hash_blocks(self.scheme, request)
+            self.paced(request, ends)
 
     def next_due(self) -> float | None:
         return min((transfer.ends for transfer in self._moving), default=None)
@@ -84,6 +139,7 @@ class PairScheduler(Scheduler):
 
     def let_go(self, leg: Request) -> None:
         """Free the blocks of a leg."""
+        self._disturb()
         self.pool.release(reversed(self._kept.pop(leg)))
 
     def _free(self, request: Request) -> None:
@@ -129,6 +185,7 @@ class PairScheduler(Scheduler):
         request.entered, request.computed = max(full, request.entered), request.tokens - 1
         transfer.source.let_go(transfer.leg)
         self.running.append(request)
+        self._disturb()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +203,14 @@ class PairConfig(EngineConfig):
         return made
 
 
+@cache
+def hashes_of(scheme: wire.Scheme, prompt: Sequence[int]) -> tuple[tuple[bytes, ...], bytes | None]:
+    """Return the hashes of a prompt's blocks and the last one's whole digest."""
+    request = Request("", prompt, 1, ())
+    hash_blocks(scheme, request)
+    return tuple(request.hashes), request.last_digest
+
+
 class PairFleet(VirtualFleet):
     """Engines of which some compute prompts for others, and the gaps between the tokens of each answer."""
 
@@ -155,6 +220,24 @@ class PairFleet(VirtualFleet):
         self._of_answer: dict[int, Request] = {}
         self._latest: dict[Request, float] = {}
         self._legs: dict[Request, Callable[[float], Awaitable[None]]] = {}
+        for engine in self.engines:
+            assert isinstance(engine.scheduler, PairScheduler)
+            engine.scheduler.paced = self._paced
+
+    def request_of(self, arrival: Arrival) -> Request:
+        """Hash prompts that can be told apart without reading them (those of the traces) once in all runs."""
+        if not isinstance(arrival.prompt, Hashable):
+            return super().request_of(arrival)
+        answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
+        request = Request("", arrival.prompt, arrival.output_tokens, answer)
+        hashes, request.last_digest = hashes_of(self.engines[0].scheduler.scheme, arrival.prompt)
+        request.hashes = list(hashes)
+        return request
+
+    def _paced(self, request: Request, ends: Sequence[float]) -> None:
+        before = (self._latest[request], *ends[:-1])
+        self.gaps.setdefault(request, []).extend(map(sub, ends, before))
+        self._latest[request] = ends[-1]
 
     def send_leg(self, leg: Request, number: int, now: float, done: Callable[[float], Awaitable[None]]) -> None:
         """Let an engine compute a prompt for another; ``done`` is called with the time at which it has answered."""

@@ -132,6 +132,15 @@ def agents(source: str, number: int, seed: int = 0) -> Agents:
     return Agents.of([_numbered(steps, session) for session, steps in enumerate(order[:number])])
 
 
+def coming(number: int, rate: float, seed: int) -> Trace:
+    """Return ``number`` sessions of the agents' trace in a closed loop, of which ``rate`` begin a second."""
+    generator, now, made = random.Random(seed), 0.0, []
+    for first, *later in agents("agents", number, seed).sessions:
+        now += generator.expovariate(rate)
+        made += [replace(first, at_s=now, think_s=None), *later]
+    return Trace("agents", tuple(sorted(made, key=lambda arrival: arrival.at_s)), closed=True)
+
+
 def scaled(arrival: Arrival, scale: float, times: float = 1.0) -> Arrival:
     prompt, answer = Stretched(arrival.prompt, round(scale * times)), round(scale * arrival.output_tokens)
     return replace(arrival, prompt=prompt, output_tokens=answer)

@@ -89,7 +89,9 @@ class Rule:
         return max(0.0, over) / e.context * self.answer * e.step_s if e.context and e.cache else 0.0
 
     def answering_s(self, e: Engine) -> float:
-        return 0.1 * self.answer * (e.step_s + (e.row.in_flight + 1) * 0.0015 * self.prompt / e.speed)
+        seconds = self.answer * (e.step_s + (e.row.in_flight + 1) * 0.0015 * self.prompt / e.speed)
+        share = e.busy_s * SPEED / self.prompt / WITHOUT_ANSWERS.place
+        return 0.1 * seconds / (1 - min(share, 0.9))
 
     def harm_s(self, e: Engine) -> float:
         return self.harm * e.row.in_flight * (self.prompt - e.held) / e.speed

@@ -13,6 +13,7 @@ from warmfleet.cli.terminal.output import Part, Table, Tone, Toned, print_answer
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable, Sequence
 
 HEADER = (
     "",
@@ -43,6 +44,10 @@ TERMS = {
     "decode_s": "DECODE",
     "load_s": "LOAD",
 }
+#: Parts that a cost has besides, if the request may be split over two engines.
+TERMS_OF_PAIRS = {"room_s": "ROOM", "partner_s": "PARTNER"}
+#: What a way's cost has beyond that of its first engine: name in an answer of /explain -> column.
+WAYS = {"transfer_s": "TRANSFER", "room_s": "ROOM", "answer_s": "ANSWER", "queue_s": "QUEUE"}
 LAST_READING = """\
 Redis does not answer. These are the workers as this replica read them {age_s:.0f} s ago; PREFILL AHEAD, DECODING:
 tokens of requests that they had then. Redis alone knows what they hold of the prompt, and what it would cost. Until
@@ -55,6 +60,15 @@ the cache; BUSY: how busy the engine was lately, for the whole prompt, as sessio
 LABELS: for preferred labels that it lacks (WARMFLEET_PREFER); DECODE: answers under way that become
 slower (an engine whose other costs are higher by the whole prompt counts like the one where they lose most);
 LOAD: what only a tier of the engine holds.
+"""
+PAIRS_LEGEND = """\
+ROOM: until the engine's cache has room; PARTNER: all that the engine costs which takes the prompt over.
+"""
+WAYS_LEGEND = """\
+The request may be split: WORKER computes the prompt, PARTNER takes the blocks and makes the answer. These are the
+cheapest engine alone and the cheapest pair; the lower COST wins. Of a pair's, in ms: TRANSFER: of the blocks; ROOM:
+until PARTNER has room (the longer of both counts); ANSWER: its steps, and answers there that become slower; QUEUE: what
+is left of its own prefill when the blocks have come. The rest is WORKER's.
 """
 PRICES = """\
 The lower price wins. It is the COST of the pool's worker, with a charge for tokens that only the other pool holds. If
@@ -104,7 +118,7 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     parts: list[Part] = [(head, about), Table(HEADER, [_row(row, prompt, chosen_s) for row in rows]), LEGEND]
     parts += [f"{row['worker_id']} holds {row['where_held']}." for row in rows if row.get("where_held")]
     if answer["policy"] == "cost":
-        parts += [Table(("", "WORKER", *TERMS.values(), "COST"), [_terms(row) for row in rows]), TERMS_LEGEND]
+        parts += _parts_of_costs(answer, rows)
     if answer["chosen"]:
         would = f"would go to {answer['chosen']} ({answer['because']})"
         if (held := answer.get("held")) is not None:
@@ -180,10 +194,26 @@ def _row(candidate: dict[str, Any], prompt_tokens: int, chosen_s: float) -> tupl
     return "", *cells, f"{more_ms:+.1f} ms"
 
 
-def _terms(candidate: dict[str, Any]) -> tuple[object, ...]:
+def _parts_of_costs(answer: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[Part]:
+    """Make the table of what the costs consist of, and one of the ways to serve a request that may be split."""
+    ways = answer.get("ways") or []
+    terms = {**TERMS, **TERMS_OF_PAIRS} if ways else TERMS
+    parts: list[Part] = [Table(("", "WORKER", *terms.values(), "COST"), [_terms(row, terms) for row in rows])]
+    parts.append(TERMS_LEGEND + PAIRS_LEGEND if ways else TERMS_LEGEND)
+    if ways:
+        parts += [Table(("WORKER", "PARTNER", *WAYS.values(), "COST"), list(map(_way, ways))), WAYS_LEGEND]
+    return parts
+
+
+def _way(way: dict[str, Any]) -> tuple[object, ...]:
+    of_pair = [f"{1_000 * way[name]:.1f}" if way["partner_id"] else "-" for name in WAYS]
+    return way["worker_id"], way["partner_id"] or "-", *of_pair, f"{1_000 * way['cost_s']:.1f}"
+
+
+def _terms(candidate: dict[str, Any], terms: Iterable[str]) -> tuple[object, ...]:
     cells = [
         f"{1_000 * seconds:.1f}"
-        for seconds in (*(candidate["terms"].get(name, 0.0) for name in TERMS), candidate["cost_s"])
+        for seconds in (*(candidate["terms"].get(name, 0.0) for name in terms), candidate["cost_s"])
     ]
     if candidate["chosen"]:
         return Toned("->", Tone.GOOD), Toned(candidate["worker_id"], Tone.GOOD), *cells

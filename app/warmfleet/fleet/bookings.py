@@ -195,7 +195,7 @@ class Seen:
 
     @property
     def candidates(self) -> list[Candidate]:
-        return [_candidate(*row) for row in self.rows]
+        return [_ToldCandidate(*row).candidate for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +350,7 @@ class Bookings:
             sid,
             *(_load(*load.split()) if load else NO_LOAD),
             flags & ENDS != 0,
-            _leg(question.reservation, *leg) if leg else None,
+            _ToldLeg(*leg).of(question.reservation) if leg else None,
         )
 
     async def settle(
@@ -515,58 +515,66 @@ def _load(tokens: bytes, seconds: bytes, kind: bytes) -> tuple[int, float, str]:
     return int(tokens), float(seconds), TIERS.get(int(kind), "")
 
 
-def _leg(
-    reservation: str,
-    worker: bytes,
-    url: bytes,
-    matched: int,
-    speculative: int,
-    wait: int,
-    prefill: int,
-    decode: int,
-    flags: int,
-    load: bytes,
-) -> PrefillLeg:
-    """Read what decide tells of the prefill leg of a request with this reservation."""
-    worker_id, approximate = worker.decode(), flags & APPROXIMATE != 0
-    return PrefillLeg(
-        prefill_leg(reservation),
-        worker_id,
-        worker_id if approximate else worker_id.rpartition(".")[0],
-        url.decode(),
-        matched,
-        speculative == 1,
-        wait,
-        prefill,
-        decode,
-        approximate,
-        flags & TRIAL != 0,
-        flags & ENDS != 0,
-        *(_load(*load.split()) if load else NO_LOAD),
-    )
+@dataclass(frozen=True, slots=True)
+class _ToldLeg:
+    """A prefill leg in the order in which decide tells it (lua/parts/decide/prefill_leg.lua)."""
+
+    worker: bytes
+    url: bytes
+    matched: int
+    speculative: int
+    wait: int
+    prefill: int
+    decode: int
+    flags: int
+    load: bytes
+
+    def of(self, reservation: str) -> PrefillLeg:
+        """Return the prefill leg of the request with this reservation."""
+        worker_id, approximate = self.worker.decode(), self.flags & APPROXIMATE != 0
+        return PrefillLeg(
+            prefill_leg(reservation),
+            worker_id,
+            worker_id if approximate else worker_id.rpartition(".")[0],
+            self.url.decode(),
+            self.matched,
+            self.speculative == 1,
+            self.wait,
+            self.prefill,
+            self.decode,
+            approximate,
+            self.flags & TRIAL != 0,
+            self.flags & ENDS != 0,
+            *(_load(*self.load.split()) if self.load else NO_LOAD),
+        )
 
 
-def _candidate(
-    worker_id: bytes,
-    matched: int,
-    speculative: int,
-    packed: bytes,
-    cost_s: bytes,
-    terms: bytes,
-    loads: bytes,
-    loading_s: bytes,
-    kind: bytes,
-) -> Candidate:
-    row = LoadRow.unpack(packed)
-    busy = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
-    cache = (row.blocks, row.capacity_blocks, row.flags)
-    return Candidate(
-        worker_id.decode(),
-        matched,
-        speculative,
-        *busy,
-        *cache,
-        float(cost_s),
-        Terms.of(terms),
-        *_load(loads, loading_s, kind),
-    )
+@dataclass(frozen=True, slots=True)
+class _ToldCandidate:
+    """A candidate in the order in which decide tells it (``Seen.rows``)."""
+
+    worker: bytes
+    matched: int
+    speculative: int
+    row: bytes
+    cost_s: bytes
+    terms: bytes
+    tier_tokens: bytes
+    tier_s: bytes
+    tier: bytes
+
+    @property
+    def candidate(self) -> Candidate:
+        row = LoadRow.unpack(self.row)
+        busy = (row.prefill_tokens, row.decode_tokens, row.in_flight, row.foreign_prefill_tokens, row.speed_tps)
+        cache = (row.blocks, row.capacity_blocks, row.flags)
+        return Candidate(
+            self.worker.decode(),
+            self.matched,
+            self.speculative,
+            *busy,
+            *cache,
+            float(self.cost_s),
+            Terms.of(self.terms),
+            *_load(self.tier_tokens, self.tier_s, self.tier),
+        )

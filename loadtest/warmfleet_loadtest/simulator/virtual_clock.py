@@ -147,15 +147,20 @@ class VirtualFleet:
 
     async def arrive(self, arrival: Arrival, now: float) -> None:
         """Let a request come. A router may add arrivals with ``at``."""
-        answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
-        request = Request("", arrival.prompt, arrival.output_tokens, answer)
-        hash_blocks(self.engines[0].scheduler.scheme, request)
+        request = self.request_of(arrival)
         self._kept_back[request] = (now, arrival.session)
         number = await self._router.choose(request, arrival, now)
         if number is None:
             self._left += 1  # ``run`` waits for this request
         else:
             self._hand_over(request, number, now)
+
+    def request_of(self, arrival: Arrival) -> Request:
+        """Return the request of an arrival, with the hashes of its prompt."""
+        answer = range(1_000_000, 1_000_000 + arrival.output_tokens)  # ids that occur in no prompt
+        request = Request("", arrival.prompt, arrival.output_tokens, answer)
+        hash_blocks(self.engines[0].scheduler.scheme, request)
+        return request
 
     def send(self, request: Request, number: int, now: float) -> None:
         """Send a request that the router has kept back to the engine of this number."""

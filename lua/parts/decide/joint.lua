@@ -11,8 +11,10 @@ Seconds beyond the costs that cost_rule has found (wait, uncached tokens, loads,
   n          requests in flight there
   compute    uncached / speed: a prefill delays the answers beside it
   step       one step of decoding: (STEP_TOKENS + PER_CONTEXT * tokens of the contexts booked there) / speed
-  answering  answer * (step + (n + 1) * PER_CONTEXT * prompt / speed): the answer's own seconds, and those by which its
-             context delays other answers. `answer` are the tokens that are expected of it
+  answering  answer * (step + (n + 1) * PER_CONTEXT * prompt / speed) / (1 - busy_share): the answer's own seconds, and
+             those by which its context delays other answers. `answer` are the tokens that are expected of it. Where
+             prompts are computed for a share of the time (MOST_BUSY at most), answers take that much longer. Without
+             it, engines of which some may compute for others and serve alone would all do both, and gain nothing
   full       until context, prompt and answer fit into FITS of the cache, as contexts leave when their answers end:
              over / context * answer * step
   full blocks  over / speed: at the first of a pair, contexts leave when partners take them. Blocks stay booked there
@@ -42,6 +44,7 @@ Returns the lowest cost, its candidate, and a set of the candidates among which 
 --]]
 local max, min, huge, unpack_from, band = math.max, math.min, math.huge, struct.unpack, bit.band
 local HARM, HARM_OF_BOTH, ANSWER_PRICE = 0.3, 0.1, 0.1
+local MOST_BUSY = 0.9
 local STEP_TOKENS, PER_CONTEXT = 230, 0.0015 -- of a decode step, in tokens computed in its time: base, per token
 local BUSY_TERM = 6 -- index of the term of busy_share in s.terms
 local FITS, HANDOVER_S, GUESS, MOST_OF_KIND = 0.97, 0.005, 0.5, 8
@@ -81,10 +84,10 @@ return function(s, own, equal_s)
       unpack_from(ROW_FOREIGN_DECODE_TOKENS_TO_CAPACITY_BLOCKS, row, FOREIGN_DECODE_TOKENS_AT)
     local context, cache = decode + foreign, FITS * capacity * s.block
     local compute, per_token = (prompt - held) / tps, PER_CONTEXT / tps
-    local step = STEP_TOKENS / tps + per_token * context
+    local step, slowed = STEP_TOKENS / tps + per_token * context, 1 - min(s.busy_share[i], MOST_BUSY)
     local over = cache > 0 and context > 0 and max(0, context + prompt + answer - cache) or 0
     base[i], harm[i], full[i] = cost[i], price * n * compute, over > 0 and over / context * answer * step or 0
-    answering[i] = ANSWER_PRICE * answer * (step + (n + 1) * per_token * prompt)
+    answering[i] = ANSWER_PRICE * answer * (step + (n + 1) * per_token * prompt) / slowed
     alone[i] = (not role or role.alone) and base[i] - least_alone + full[i] + harm[i] + answering[i] or huge
     if role and role.gives ~= 0 then
       pinned[i] = cache > 0 and max(0, context + prompt - cache) / tps or 0

@@ -2,9 +2,10 @@
 settle/learn_link: learns how long a token's blocks take from one engine to another: key links, a HASH "slot:slot" ->
 seconds per token.
 
-A sample is the time from the end of the prefill at one engine to the first token at the other, with the other's queue
-and first handshake. So the estimate follows the upper quarter of the samples, each by a small step, not their mean:
-decisions that believe a link slower than it is cost little, and those that believe it faster cost much.
+A sample is the time from the end of the prefill at one engine to the first token at the other, with the other's queue,
+its wait for room, and the first handshake. Decisions price queue and room themselves. So the estimate follows the lower
+quarter of the samples, not their mean: a link that took the blame for a full cache would not be used again, and so
+would never be learned anew.
 
 Guarantee: O(1). The key has MAX_LINKS fields at most: the next one begins it anew, as it has slots of former engines.
 It expires an hour after the last sample.
@@ -12,8 +13,8 @@ Takes the key prefix, the slots of both engines, the tokens that were moved, and
 --]]
 local call, max, min, format = redis.call, math.max, math.min, string.format
 local MAX_LINKS, LINKS_KEPT_S = 1024, 3600
-local LEAST_MOVED = 256 -- fewer tell nothing of the link
-local UP, DOWN = 1.15, 0.953 -- steps that balance at a quarter above and three quarters below
+local LEAST_MOVED = 2048 -- fewer tell more of the engine's steps than of the link
+local UP, DOWN = 1.05, 0.864 -- steps that balance at three quarters above and a quarter below
 local FASTEST_LINK, SLOWEST_LINK = 1e-8, 0.01 -- seconds per token
 
 return function(prefix, from, to, tokens, seconds)

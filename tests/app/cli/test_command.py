@@ -395,6 +395,21 @@ class TestExplain:
         assert printed[-1] == "It moves: sim-2.0 holds 16 tokens more."
         assert "LEAVE" not in plain(explain.parts_of(EXPLAINED | {"policy": "sticky"})), "other policies ask no price"
 
+    def test_a_request_that_may_be_split_shows_the_best_engine_alone_and_the_best_pair(self) -> None:
+        seconds = {"transfer_s": 0.016, "room_s": 1.2, "answer_s": 0.025, "queue_s": 0.0}
+        alone = dict.fromkeys(seconds, 0.0) | {"worker_id": "sim-1.0", "partner_id": "", "cost_s": 1.5}
+        pair = {"worker_id": "sim-2.0", "partner_id": "sim-3.0", "cost_s": 1.4, **seconds}
+        first = CANDIDATE | {"terms": CANDIDATE["terms"] | {"room_s": 0.25, "partner_s": 1.225}}  # type: ignore[operator]
+        printed = plain(explain.parts_of(EXPLAINED | {"candidates": [first], "ways": [alone, pair]})).splitlines()
+        terms = next(number for number, line in enumerate(printed) if "LEAVE" in line)
+        assert printed[terms].split()[-3:] == ["ROOM", "PARTNER", "COST"]
+        assert printed[terms + 1].split()[-3:] == ["250.0", "1225.0", "12.5"]
+        ways = next(number for number, line in enumerate(printed) if "TRANSFER" in line)
+        assert printed[ways].split() == ["WORKER", "PARTNER", "TRANSFER", "ROOM", "ANSWER", "QUEUE", "COST"]
+        assert printed[ways + 1].split() == ["sim-1.0", *"-----", "1500.0"]
+        assert printed[ways + 2].split() == ["sim-2.0", "sim-3.0", "16.0", "1200.0", "25.0", "0.0", "1400.0"]
+        assert "PARTNER" not in plain(explain.parts_of(EXPLAINED)), "most fleets have no pairs"
+
     def test_explain_says_where_a_worker_holds_the_prompt(self) -> None:
         held = CANDIDATE | {"where_held": "4,096 on the GPU, 12,288 in CPU memory (38 ms)"}
         printed = plain(explain.parts_of(EXPLAINED | {"candidates": [held, CANDIDATE | {"where_held": ""}]}))
