@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from warmfleet.fleet import (
     Role,
     Split,
     Standing,
+    Weights,
     prefill_leg,
     roles_of,
 )
@@ -150,6 +152,33 @@ async def test_links_are_learned_and_slow_ones_avoided(keyspace: Keyspace) -> No
     assert 0 < await keyspace.store.ttl(f"{keyspace.keys.prefix}links") <= 3_600
     decision = await bookings.decide(ask(keyspace, keyspace.chain(LONG)))
     assert decision.worker_id == "w2.0"
+
+
+async def test_answers_go_to_engines_that_compute_few_prompts(keyspace: Keyspace) -> None:
+    """Both engines may serve alone and cost the same but for an answer, which takes longer beside prompts."""
+    await keyspace.workers(2)
+    roles = {number: Role(1, 0, alone=True) for number in (1, 2)}
+    keyspace.fleet.use(roles=roles, weights=replace(Weights(), place=0.0))
+    await keyspace.change(1, busy_share=40_000)
+    question = replace(ask(keyspace, keyspace.chain(20)), decode_tokens=2_000)
+    worker_id, _, seen = await keyspace.fleet.queue.consider(question)
+    costs = {row.worker_id: row.cost_s for row in seen.candidates}
+    assert worker_id == "w2.0"
+    assert costs["w1.0"] > 1.5 * costs["w2.0"]
+
+
+async def test_a_link_is_not_blamed_for_waits(keyspace: Keyspace) -> None:
+    """Two of three samples hold a wait for room that takes nine times as long as the blocks; few tokens tell nothing."""
+    await pair(keyspace)
+    bookings = keyspace.fleet.bookings
+    for tokens, seconds in [(12_000, 0.12), (12_000, 1.2), (12_000, 1.2)] * 10 + [(2_000, 2.0)] * 10:
+        decision = await bookings.decide(ask(keyspace, keyspace.chain(LONG)))
+        assert decision.prefill is not None
+        moved = Moved(2, tokens, seconds)
+        await bookings.settle(decision.prefill.reservation, "finished", moved=moved)
+        await bookings.settle(decision.reservation, "finished")
+    link = await cast("Any", keyspace.store.hget(f"{keyspace.keys.prefix}links", "1:2"))
+    assert float(link) == pytest.approx(1e-5, rel=0.2)
 
 
 async def test_the_context_of_a_prefill_leg_outlives_its_prefill(keyspace: Keyspace) -> None:
