@@ -168,7 +168,7 @@ async def test_answers_go_to_engines_that_compute_few_prompts(keyspace: Keyspace
 
 
 async def test_a_link_is_not_blamed_for_waits(keyspace: Keyspace) -> None:
-    """Two of three samples hold a wait for room that takes nine times as long as the blocks; few tokens tell nothing."""
+    """Two of three samples hold a wait for room, nine times as long as the blocks take; few tokens tell nothing."""
     await pair(keyspace)
     bookings = keyspace.fleet.bookings
     for tokens, seconds in [(12_000, 0.12), (12_000, 1.2), (12_000, 1.2)] * 10 + [(2_000, 2.0)] * 10:
