@@ -15,6 +15,7 @@ from tests.support.engines.transferring import CONSUMER
 from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
+from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged
 from warmfleet.routing import prefill_booking, prefills
 from warmfleet_loadtest.simulator.api import EVENTS, Api
@@ -196,11 +197,24 @@ async def test_a_prefill_engine_that_hangs_before_its_blocks_are_read(
 
 async def test_a_long_answer_is_no_missing_block(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine has reported the prompt, though no byte of the answer came."""
-    for name in ("MOVED_S", "SLOWER"):
-        monkeypatch.setattr(prefill_booking, name, 0.2)
-    _, headers, said = await fleet.router.post(COMPLETION | {"max_tokens": 200})
-    assert headers["x-warmfleet-prefill-worker"] == "p0.0"
-    assert (len(text_of(json.loads(said))) > 200, await fleet.results()) == (True, {"split": 1})
+    monkeypatch.setattr(prefill_booking, "SLOWER", 0.0)
+    monkeypatch.setattr(prefill_booking, "MOVED_S", 0.2)
+    prefilled, whole, looked, first = Bookings.prefilled, Api._whole, asyncio.Event(), iter([True])
+
+    async def look(bookings: Bookings, reservation: str) -> bool:
+        await poll(lambda: prefilled(bookings, reservation), 30, "the prompt is reported")
+        asyncio.get_running_loop().call_soon(looked.set)  # after the caller has taken the answer
+        return True
+
+    async def ends_later(api: Api, http: Any, writer: Any, request: Any) -> Any:
+        if request.leg is not Leg.PREFILL and next(first, False):
+            await looked.wait()
+        return await whole(api, http, writer, request)
+
+    monkeypatch.setattr(Bookings, "prefilled", look)
+    monkeypatch.setattr(Api, "_whole", ends_later)
+    assert (await served(fleet, stream=False))["x-warmfleet-prefill-worker"] == "p0.0"
+    assert await fleet.results() == {"split": 1}
 
 
 async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
