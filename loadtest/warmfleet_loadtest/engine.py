@@ -338,9 +338,9 @@ def _add_transfers(made: argparse.ArgumentParser) -> None:
     """Add the options of engines that hand the blocks of prompts to one another."""
     add = made.add_argument_group("prefill and decode on different engines").add_argument
     config_help = (
-        "as vLLM's, with NixlConnector: kv_role kv_producer, kv_consumer or kv_both, kv_load_failure_policy, engine_id "
-        "and kv_connector_extra_config.kv_lease_duration; VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT as for vLLM, but the "
-        "default is any free port"
+        "as vLLM's, with NixlConnector or MooncakeConnector: kv_role kv_producer, kv_consumer or kv_both, "
+        "kv_load_failure_policy, engine_id and kv_connector_extra_config.kv_lease_duration; VLLM_NIXL_SIDE_CHANNEL_HOST"
+        ", _PORT and VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT as for vLLM, but the default port is any free one"
     )
     add("--kv-transfer-config", metavar="JSON", default="", help=config_help)
     link = Link()

@@ -310,10 +310,10 @@ async def test_a_request_waits_for_an_engine_that_hangs(two: tuple[Transferring,
 
 
 async def test_heartbeats_keep_the_lease_while_blocks_travel() -> None:
-    async with pair(SHORT_LEASE, replace(CONSUMER, lease_s=0.3)) as (prefill, decode):
+    async with pair(replace(PRODUCER, lease_s=1.5), replace(CONSUMER, lease_s=1.5)) as (prefill, decode):
         await decode.ask(PROMPT[::-1], await prefill.prefill(PROMPT[::-1]))
         params = await prefill.prefill(PROMPT)
-        await prefill.order(bytes_per_s=13 * BLOCK_BYTES)  # a second
+        await prefill.order(bytes_per_s=13 * BLOCK_BYTES / 2.5)  # longer than the lease
         assert text_of(await decode.ask(PROMPT, params)) == await plain()
         assert (await prefill.counts())["expired"] == 0
 
@@ -433,7 +433,7 @@ def test_the_option_reads_as_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("{", "no JSON"),
         ("[]", "JSON object"),
-        ('{"kv_connector": "MooncakeConnector"}', "kv_connector is 'MooncakeConnector'"),
+        ('{"kv_connector": "MoRIIOConnector"}', "kv_connector is 'MoRIIOConnector'"),
         ('{"kv_connector": "NixlConnector", "kv_role": "decode"}', "kv_producer"),
         ('{"kv_connector": "NixlConnector", "kv_rank": 1}', "have no kv_rank"),
     ],

@@ -88,6 +88,9 @@ def test_other_connectors(vllm: Inside) -> None:
     assert (same["connector"], same["mooncake_protocol"], same["KV heads"]) == ("Mooncake", "tcp", "2")
     there = fact(vllm, mooncake | {"kv_connector_extra_config": {"bootstrap_server_address": "10.0.0.9:81"}})
     assert (there.host, there.port) == ("10.0.0.9", 81)
+    windows = read_transfer(vllm.call("transfers", "told", str(MODEL), mooncake, {}, 0, True)["transfer"])
+    assert windows is not None
+    assert (found.splits, windows.splits) == (True, False)
     tier = fact(vllm, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"})
     assert (tier.library, tier.prefills, tier.decodes, tier.same) == (
         *("", False, False),

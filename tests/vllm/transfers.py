@@ -10,8 +10,11 @@ from typing import Any
 BACKEND = "CPU_ATTN"
 
 
-def announced(vllm_config: Any) -> dict[str, Any]:
-    """Return the fact, as a join tells it, of an engine whose NIXL workers have told their handshake; and its hash."""
+def announced(vllm_config: Any, *, windows: bool = False) -> dict[str, Any]:
+    """Return the fact, as a join tells it, of an engine whose NIXL workers have told their handshake; and its hash.
+
+    windows: the engine has sliding windows beside full attention.
+    """
     import msgspec
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         NixlHandshakePayload,
@@ -27,9 +30,19 @@ def announced(vllm_config: Any) -> dict[str, Any]:
     kv_transfer._noted(lambda *arguments: kept.append(arguments), half, {(0, 0): payload})
     assert kept == [(half, {(0, 0): payload})], "vLLM gets what it was given"
     connectors = SimpleNamespace(connector_scheduler=None, _connectors=[SimpleNamespace(connector_scheduler=half)])
-    scheduler = SimpleNamespace(vllm_config=vllm_config, connector=connectors)
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in _specs(windows)])
+    manager = SimpleNamespace(kv_cache_config=groups)
+    scheduler = SimpleNamespace(vllm_config=vllm_config, connector=connectors, kv_cache_manager=manager)
     found = kv_transfer.transfer_of(scheduler, vllm_config.cache_config.block_size)
     return {"transfer": found and found.as_dict(), "hash": own, "unfit": kv_transfer.unfit_alone(vllm_config)}
+
+
+def _specs(windows: bool) -> list[Any]:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    shape = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    return [FullAttentionSpec(**shape), *([SlidingWindowSpec(**shape, sliding_window=64)] if windows else [])]
 
 
 @functools.cache
@@ -39,7 +52,9 @@ def _config(model: str) -> Any:
     return EngineArgs(model=model, block_size=32, max_model_len=512, dtype="float32").create_engine_config()
 
 
-def told(model: str, config: dict[str, Any], variables: dict[str, str], rank: int = 0) -> dict[str, Any]:
+def told(
+    model: str, config: dict[str, Any], variables: dict[str, str], rank: int = 0, windows: bool = False
+) -> dict[str, Any]:
     """Return what an engine with this ``--kv-transfer-config`` and these variables announces. rank: data-parallel."""
     from vllm.config import KVTransferConfig
 
@@ -49,7 +64,7 @@ def told(model: str, config: dict[str, Any], variables: dict[str, str], rank: in
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        return announced(vllm_config)
+        return announced(vllm_config, windows=windows)
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)

@@ -22,12 +22,18 @@ if TYPE_CHECKING:
 CONFIG = "--kv-transfer-config"
 #: Role -> the role of its partners, and vLLM's word for that.
 OTHERS = {"prefill": ("decode", "kv_consumer"), "decode": ("prefill", "kv_producer")}
-#: What routers do with the pairs. Of Mooncake, and of NIXL that pushes, they know no safe way to split a request.
-SPLIT, NOT_SPLIT = "requests may be split over them", "requests are not split over them: only over NIXL that pulls"
+#: What routers do with the pairs.
+SPLIT = "requests may be split over them"
+NOT_SPLIT = "requests are not split over them: only over NIXL that pulls, and Mooncake without sliding windows"
 WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
 #: Least lease of a prefill engine, in seconds. Nothing extends it before a pair's first handshake, which may take 9 s.
-#: A decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
+#: With NIXL, a decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
 LEAST_LEASE_S = 20
+#: The setting of the lease, and its default in seconds, by library.
+LEASES = {
+    "NIXL": ("kv_lease_duration", f"in kv_connector_extra_config of {CONFIG}", 30),
+    "Mooncake": ("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "in its environment", 480),
+}
 
 
 class Obstacle(NamedTuple):
@@ -41,15 +47,15 @@ class Obstacle(NamedTuple):
 class Pairing:
     """The result. pairs, refused: by prefill engine and decode engine; each two engines that could pair are in one.
 
-    pulling: those of ``pairs`` over which routers can split requests. roles: by worker id, of the engines that can hand
-    over requests. unable: engines with a role that they cannot have.
+    splitting: those of ``pairs`` over which routers can split requests. roles: by worker id, of the engines that can
+    hand over requests. unable: engines with a role that they cannot have.
     """
 
     roles: Mapping[str, str]
     pairs: frozenset[tuple[str, str]]
     refused: Mapping[tuple[str, str], tuple[Obstacle, ...]]
     unable: Mapping[str, Obstacle]
-    pulling: frozenset[tuple[str, str]] = frozenset()
+    splitting: frozenset[tuple[str, str]] = frozenset()
 
     def having(self, *roles: str) -> list[str]:
         """List the engines that have one of these roles."""
@@ -84,7 +90,7 @@ def splits_of(found: Pairing, takes_ids: Mapping[str, TokenCapability]) -> Split
     """Return how requests may be split over the pairs; None if no pair can. takes_ids: by worker id."""
     able = {
         pair: takes_ids[pair[0]].endpoints & takes_ids[pair[1]].endpoints
-        for pair in found.pulling
+        for pair in found.splitting
         if all(worker_id in takes_ids for worker_id in pair)
         and takes_ids[pair[0]].identity_key == takes_ids[pair[1]].identity_key
     }
@@ -98,7 +104,7 @@ def pairing(workers: Iterable[WorkerView]) -> Pairing:
     prefill = [(worker, transfer) for worker, transfer in ready if transfer.prefills]
     decode = [(worker, transfer) for worker, transfer in ready if transfer.decodes]
     pairs: set[tuple[str, str]] = set()
-    pulling: set[tuple[str, str]] = set()
+    splitting: set[tuple[str, str]] = set()
     refused: dict[tuple[str, str], tuple[Obstacle, ...]] = {}
     for one, ours in prefill:
         for other, theirs in decode:
@@ -109,8 +115,8 @@ def pairing(workers: Iterable[WorkerView]) -> Pairing:
                 refused[one.worker_id, other.worker_id] = obstacles
                 continue
             pairs.add((one.worker_id, other.worker_id))
-            if (ours.library, ours.mode) == ("NIXL", "pull"):
-                pulling.add((one.worker_id, other.worker_id))
+            if ours.splits:
+                splitting.add((one.worker_id, other.worker_id))
     return Pairing(
         {worker.worker_id: transfer.role for worker, transfer in ready if transfer.library},
         frozenset(pairs),
@@ -122,7 +128,7 @@ def pairing(workers: Iterable[WorkerView]) -> Pairing:
             for worker, transfer in ready
             if not transfer.library and transfer.role != "both"
         },
-        frozenset(pulling),
+        frozenset(splitting),
     )
 
 
@@ -140,12 +146,13 @@ def _obstacles(prefill: Transfer, decode: Transfer, *, together: bool) -> Iterat
             f"the prefill engine's side channel is at {prefill.host}, which the decode engine's machine cannot reach",
             "set VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine to its own address; in Kubernetes to its pod's IP",
         )
-    if prefill.library == "NIXL" and prefill.lease_s < LEAST_LEASE_S:
+    if prefill.library in LEASES and prefill.lease_s < LEAST_LEASE_S:
+        name, where, default = LEASES[prefill.library]
         yield Obstacle(
-            f"kv_lease_duration of the prefill engine is {prefill.lease_s} s: blocks may be gone before they are read",
-            f"set it to {LEAST_LEASE_S} or more in kv_connector_extra_config of {CONFIG}; vLLM's default is 30",
+            f"{name} of the prefill engine is {prefill.lease_s} s: blocks may be gone before they are read",
+            f"set it to {LEAST_LEASE_S} or more {where}; vLLM's default is {default}",
         )
-    if prefill.library == "NIXL" and (prefill.has_fixed_id or decode.has_fixed_id):
+    if prefill.has_fixed_id or decode.has_fixed_id:
         whose = "prefill" if prefill.has_fixed_id else "decode"
         yield Obstacle(
             f"engine_id of the {whose} engine is set: its partners would take it for the same engine after a restart",
@@ -175,7 +182,7 @@ def _host(worker: WorkerView) -> str:
 
 def use_of_pairs(found: Pairing, *, able: bool = True) -> str:
     """Tell what routers do with the pairs. able: some pair takes token ids."""
-    if found.pairs and not found.pulling:
+    if found.pairs and not found.splitting:
         return NOT_SPLIT
     return SPLIT if able or not found.pairs else WITHOUT_IDS
 

@@ -1,9 +1,9 @@
 """Has an engine compute the prompt of a split request, so that the chosen worker can take the blocks from there.
 
-vLLM's NIXL connector hands a prompt over in two steps. Step 1 goes to the prefill engine: the client's request for one
-token, with ``do_remote_decode``. Its answer has ``kv_transfer_params``, which tell where the blocks are. Step 2 goes to
-the decode engine: the client's request with these parameters. That engine reads the blocks out of the other's memory,
-and neither checks that they are still those of the prompt. Therefore:
+vLLM's connectors hand a prompt over in two steps. Step 1 goes to the prefill engine: the client's request for one
+token, with ``do_remote_decode``. Step 2 goes to the decode engine: the client's request with ``kv_transfer_params``
+that tell where the blocks are. With NIXL that engine reads the blocks out of the other's memory, and neither checks
+that they are still those of the prompt. Therefore:
 
 * Both steps have the same token ids, since a longer prompt kills the decode engine, and another one spoils its cache.
 * The parameters go out once, to one engine, on no connection that would send them again, and not after the prefill
@@ -16,15 +16,13 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from warmfleet.engines import engine_death
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.pools.outliers import Judged
 from warmfleet.prompt.json_splice import spliced, with_fields
 from warmfleet.prompt.request import decoded
+from warmfleet.routing.transfer_params import Handover, PrefillFailed, lacks_blocks
 
 if TYPE_CHECKING:
     from warmfleet.engines.engine_connection import EngineResponse
@@ -57,24 +55,10 @@ ONE_TOKEN = {
     "stream": b"false",
     "stream_options": b"null",
     "return_token_ids": b"false",
+    # A token that ends the answer would free the blocks at once.
+    "ignore_eos": b"true",
+    "stop_token_ids": b"null",
 }
-NULL_BLOCK = 0  # in vLLM's block pool
-STEP_1 = b'{"do_remote_decode":true,"do_remote_prefill":false}'
-
-Result = Literal["refused", "failed", "late", "unfit"]
-
-
-class PrefillFailed(Exception):  # noqa: N818  a condition, as in ``errors``
-    """The chosen worker does not get the prompt from the other engine, and the client has got nothing.
-
-    result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request;
-    not one that was late, because under overload all are.
-    """
-
-    def __init__(self, result: Result, why: str, to_blame: Judged | None = None) -> None:
-        super().__init__(why)
-        self.result = result
-        self.to_blame = to_blame
 
 
 def unfit(job: Job, prompt: IdentifiedPrompt, splits: Splits) -> bool:
@@ -107,7 +91,7 @@ class Prefills:
         began_at = time.perf_counter()
         try:
             base, ids = self._ids(job, booking.prompt, pool, engine, decision)
-            params = await self._params(job, booking, held, with_params(job, base, ids, STEP_1, ONE_TOKEN), record)
+            params = await self._params(job, booking, held, base, ids, record)
         except PrefillFailed as error:
             held.release("failed" if error.result in ("failed", "refused") else "cancelled")
             self._results(error.result, pool.tag).inc()
@@ -146,9 +130,16 @@ class Prefills:
             raise PrefillFailed("unfit", "the body has too many parts")
         return made, b""
 
-    async def _params(self, job: Job, booking: Booking, held: PrefillBooking, body: bytes, record: TryRecord) -> bytes:
-        """Send step 1, and return the parameters for step 2 as JSON. Raises PrefillFailed."""
+    async def _params(
+        self, job: Job, booking: Booking, held: PrefillBooking, base: bytes, ids: bytes, record: TryRecord
+    ) -> bytes:
+        """Send step 1, and return the parameters for step 2 as JSON. base, ids: as in ``with_params``.
+
+        Raises PrefillFailed.
+        """
         pool, engine = booking.pool, held.engine
+        handover = _handover(pool, engine)
+        body = with_params(job, base, ids, handover.first(), ONE_TOKEN)
         token_s = pool.view.token_s_of(engine.worker_id) or UNKNOWN_TOKEN_S
         limit_s = LEAST_S + SLOWER * (token_s * (engine.wait_tokens + engine.prefill_tokens) + engine.tier_s)
         judged = Judged(engine.worker_id, engine.trial)
@@ -169,25 +160,15 @@ class Prefills:
             raise PrefillFailed("failed", error.message, judged) from error
         finally:
             response.close()  # an engine that is still at work stops, and keeps no blocks
-        params = parameters(response.status, answer, booking.prompt.prompt_tokens, judged)
+        params = handover.second(response.status, answer, booking.prompt.prompt_tokens, judged)
         held.answered()
         if lacks_blocks(params):
             held.given_up()
             raise PrefillFailed("unfit", "it keeps no longer all blocks that are needed")
-        if time.perf_counter() - looked_at > _lease_s(pool, engine.worker_id) - MARGIN_S:
+        if time.perf_counter() - looked_at > handover.transfer.lease_s - MARGIN_S:
             held.given_up()
             raise PrefillFailed("late", "the lease of the blocks may have ended")
         return params
-
-
-def lacks_blocks(params: bytes) -> bool:
-    """Return whether a block that the decode engine would read is gone: its number is then that of the null block.
-
-    vLLM 0.32 frees the first block of a sliding window a token too early for an engine that computes the prompt's last
-    token again: where a window begins with a block, which is so at one length of prompts in as many as a block has.
-    """
-    groups = orjson.loads(params).get("remote_block_ids")
-    return isinstance(groups, list) and any(isinstance(group, list) and NULL_BLOCK in group for group in groups)
 
 
 def plain(data: dict[str, Any]) -> bool:
@@ -204,12 +185,17 @@ def plain(data: dict[str, Any]) -> bool:
         and all((type(data.get(name)) is int and 0 < data[name] < most) or data.get(name) is None for name in LIMITS)
         and (least is None or (type(least) is int and 0 <= least <= (limit or 0)))
         and (options is None or (bool(data.get("stream")) and _are_flags(options)))
-        and data.get("return_token_ids") in (None, False, True)
+        and all(data.get(name) in (None, False, True) for name in ("return_token_ids", "ignore_eos"))
+        and _are_ids(data.get("stop_token_ids"))
         and not data.get("use_beam_search")
     )
 
 
 LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def _are_ids(ids: Any) -> bool:
+    return ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))
 
 
 def _are_flags(options: Any) -> bool:
@@ -246,23 +232,9 @@ async def _whole(response: EngineResponse, limit_s: float) -> tuple[bytes, float
                     raise
 
 
-def parameters(status: int, answer: bytes, prompt_tokens: int, judged: Judged) -> bytes:
-    """Return the parameters in an answer to step 1. Raises PrefillFailed."""
-    if status != 200:
-        dead = engine_death.is_reported_in(answer)
-        own = status >= 500 or status == 429  # else the request's fault: clients must not have an engine ejected
-        raise PrefillFailed("failed" if dead else "refused", f"it answered {status}", judged if own else None)
-    try:
-        whole = orjson.loads(answer)
-        params, told = whole["kv_transfer_params"], whole["usage"]["prompt_tokens"]
-        if params["do_remote_prefill"] is not True or told != prompt_tokens:
-            raise PrefillFailed("refused", "it computed no prompt, or another", judged)
-        return orjson.dumps(params)
-    except (ValueError, LookupError, TypeError) as error:
-        raise PrefillFailed("refused", "its answer has no parameters", judged) from error
-
-
-def _lease_s(pool: Pool, worker_id: str) -> float:
-    """Return how long the engine keeps blocks that nobody takes; 0 if it has left."""
-    found = [view.transfer for view in pool.view.workers if view.worker_id == worker_id]
-    return float(found[0].lease_s) if found and found[0] is not None else 0.0
+def _handover(pool: Pool, engine: PrefillLeg) -> Handover:
+    """Return how this engine hands over the prompt. Raises PrefillFailed if it has left."""
+    for view in pool.view.workers:
+        if view.worker_id == engine.worker_id and view.transfer is not None:
+            return Handover(view.url, view.transfer, engine.reservation)
+    raise PrefillFailed("failed", "it has left")

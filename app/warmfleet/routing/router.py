@@ -19,7 +19,6 @@ from warmfleet.routing.client_limits import Counting
 from warmfleet.routing.decider import Decider
 from warmfleet.routing.decision_log import DecisionLog
 from warmfleet.routing.pool_choice import PoolChoice
-from warmfleet.routing.prefills import PrefillFailed
 from warmfleet.routing.recovery.continuation import Continuation
 from warmfleet.routing.recovery.hedging import Hedging
 from warmfleet.routing.recovery.retries import Retries, RetryBudget
@@ -28,6 +27,7 @@ from warmfleet.routing.sessions import session_of
 from warmfleet.routing.settlements import Settlements
 from warmfleet.routing.tenants import Tenancy
 from warmfleet.routing.tickets import Tickets
+from warmfleet.routing.transfer_params import PrefillFailed
 
 if TYPE_CHECKING:
     from warmfleet.engines.upstream import Upstream

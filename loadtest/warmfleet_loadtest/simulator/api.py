@@ -16,6 +16,7 @@ from aiohttp import web
 from warmfleet_loadtest.simulator import answers
 from warmfleet_loadtest.simulator.exposition import metrics_text
 from warmfleet_loadtest.simulator.openai_request import RefusedError, for_model, not_imitated, parse
+from warmfleet_loadtest.simulator.scheduler import Leg
 from warmfleet_loadtest.simulator.transfers.engine_side import FatalParamsError
 from warmfleet_loadtest.simulator.transfers.faults import FaultError
 from warmfleet_loadtest.tokens.prompt_tokenizer import PromptError
@@ -125,7 +126,7 @@ class Api:
         sink: asyncio.Queue[Output] = asyncio.Queue()
         try:
             if self.transfers is not None:
-                await self.transfers.begin(ask.transfer, requests)
+                await self.transfers.begin(ask.transfer, requests, exact=ask.exact)
             try:
                 for request in requests:
                     await self.core.submit(request, sink)
@@ -185,7 +186,7 @@ class Api:
             return web.Response(body=writer.whole(), content_type="application/json")
         params = self.transfers.prefill.take_params(request)
         answer = web.Response(body=writer.whole(kv_transfer_params=params), content_type="application/json")
-        if params:
+        if request.leg is Leg.PREFILL:
             await answer.prepare(http)
             await answer.write_eof()
             await self.transfers.faults.reach("answered")

@@ -103,9 +103,12 @@ def test_a_prefill_engine_keeps_blocks_for_long_enough() -> None:
     [(why, remedy)] = reasons(worker("p", replace(P, lease_s=19)), worker("d", D))
     assert why.startswith("kv_lease_duration of the prefill engine is 19 s")
     assert "20 or more" in remedy
+    mooncake = replace(P, connector="MooncakeConnector", mode="push", lease_s=10)
+    [(why, remedy)] = reasons(worker("p", mooncake), worker("d", replace(D, connector="MooncakeConnector")))
+    assert why.startswith("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT of the prefill engine is 10 s")
 
 
-def test_requests_are_split_over_nixl_that_pulls_by_engines_that_take_the_same_ids() -> None:
+def test_requests_are_split_over_engines_that_take_the_same_ids() -> None:
     def able(key: str = "k", *endpoints: str) -> TokenCapability:
         return TokenCapability(key, frozenset(endpoints or ("completions", "chat")), 4_096)
 
@@ -118,17 +121,18 @@ def test_requests_are_split_over_nixl_that_pulls_by_engines_that_take_the_same_i
     assert splits_of(found, one | {"e": able("k", "completions")}) == (both, frozenset({"completions"}))
     assert use_of_pairs(found) == SPLIT
     assert use_of_pairs(found, able=False) == WITHOUT_IDS
-    push = {"connector": "NixlPushConnector", "mode": "push"}
-    for other in (push, {"connector": "MooncakeConnector", "mode": "push"}):
-        told = pairing([worker("p", replace(P, **other)), worker("d", replace(D, **other))])  # type: ignore[arg-type]
+    for name, whole, splits in (
+        ("NixlPushConnector", "True", False),
+        ("MooncakeConnector", "True", True),
+        ("MooncakeConnector", "False", False),
+    ):
+        ours, theirs = (
+            but(replace(of, connector=name, mode="push", host=""), **{"full attention": whole}) for of in (P, D)
+        )
+        told = pairing([worker("p", ours), worker("d", theirs)])
         assert told.pairs == {("p", "d")}
-        assert splits_of(told, one) is None
-        assert use_of_pairs(told) == NOT_SPLIT
-
-
-def test_mooncake_needs_an_id_of_its_own_and_no_host() -> None:
-    mooncake = {"connector": "MooncakeConnector", "engine_id": "engine-p", "host": ""}
-    assert pairing([worker("p", replace(P, **mooncake)), worker("d", replace(D, **mooncake))]).pairs  # type: ignore[arg-type]
+        assert (splits_of(told, one) is not None) is splits
+        assert use_of_pairs(told) == (SPLIT if splits else NOT_SPLIT)
 
 
 def test_an_engine_without_partner_is_told_so() -> None:

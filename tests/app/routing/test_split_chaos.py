@@ -6,12 +6,13 @@ import asyncio
 import json
 import random
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.app.routing.test_split_requests import PATHS, TEXT, streamed_text, text_of
 from tests.support.engines.simulated import identity
-from tests.support.engines.transferring import transferring
+from tests.support.engines.transferring import CONSUMER, PRODUCER, transferring
 from tests.support.fleet.split_requests import SplitFleet, split_fleet
 
 from warmfleet.errors import WarmfleetError
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.long(
-        minutes=2,
+        minutes=4,
         shows=(
-            "400 requests over three prefill and three decode engines that hang, die and have slow links, while "
-            "clients hang up: every answer is right, and no engine sees parameters used twice, late or for another "
-            "prompt"
+            "with NIXL and with Mooncake, 400 requests over three prefill and three decode engines that hang, die and "
+            "have slow links, while clients hang up: every answer is right, and no engine sees parameters used twice, "
+            "late or for another prompt"
         ),
     ),
 ]
@@ -64,7 +65,7 @@ async def strike(fleet: SplitFleet, rng: random.Random, ends: asyncio.Event) -> 
                 await ends.wait()
         if number % 15 == 1:
             with suppress(WarmfleetError):  # on a busy machine
-                await fleet.busy(0, 1)
+                await fleet.busy("d0.0", "d1.0")
         if number == 8:
             fleet.decode[2].engine.die()
         if number == 14:
@@ -78,13 +79,19 @@ async def strike(fleet: SplitFleet, rng: random.Random, ends: asyncio.Event) -> 
         await engine.order(resume=True)
 
 
-async def test_no_answer_is_wrong(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connector", ["NixlConnector", "MooncakeConnector"])
+async def test_no_answer_is_wrong(valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, connector: str) -> None:
     monkeypatch.setattr(prefills, "LEAST_S", 0.5)
     monkeypatch.setattr(prefill_booking, "MOVED_S", 1.0)
     rng, ends, places = random.Random(5), asyncio.Event(), asyncio.Semaphore(AT_ONCE)
     async with (
         transferring(None, load_costs("fast"), 1_024, tokenizer=identity()) as right,
-        split_fleet(valkey_url, model, 3, 3, max_engine_wait_s=0) as fleet,
+        split_fleet(
+            *(valkey_url, model, 3, 3),
+            producer=replace(PRODUCER, connector=connector),
+            consumer=replace(CONSUMER, connector=connector),
+            max_engine_wait_s=0,
+        ) as fleet,
     ):
 
         async def one() -> str:

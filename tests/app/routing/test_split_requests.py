@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from tests.support.engines.transferring import CONSUMER
+from tests.support.engines.transferring import CONSUMER, PRODUCER
 from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
 from warmfleet.fleet.bookings import Bookings
-from warmfleet.pools.outliers import Judged
 from warmfleet.routing import prefill_booking, prefills
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
@@ -54,12 +53,18 @@ def streamed_text(said: bytes) -> str:
 
 
 @pytest.fixture
-async def fleet(valkey_url: str, model: str) -> AsyncIterator[SplitFleet]:
-    async with split_fleet(valkey_url, model) as made:
+async def fleet(valkey_url: str, model: str, request: pytest.FixtureRequest) -> AsyncIterator[SplitFleet]:
+    connector = getattr(request, "param", "NixlConnector")
+    kinds = replace(PRODUCER, connector=connector), replace(CONSUMER, connector=connector)
+    async with split_fleet(valkey_url, model, producer=kinds[0], consumer=kinds[1]) as made:
         await made.busy()
         yield made
 
 
+over_both = pytest.mark.parametrize("fleet", ["NixlConnector", "MooncakeConnector"], indirect=True)
+
+
+@over_both
 async def test_two_engines_make_the_answer_of_one(fleet: SplitFleet) -> None:
     for count, (path, stream) in enumerate(product(PATHS, (False, True)), 1):
         asked = PATHS[path](f"{count} {TEXT}")
@@ -73,6 +78,7 @@ async def test_two_engines_make_the_answer_of_one(fleet: SplitFleet) -> None:
         await fleet.given_back()
 
 
+@over_both
 async def test_usage_tells_what_the_prefill_engine_had_cached(fleet: SplitFleet) -> None:
     """Its prediction is compared with that, and nothing with what the decode engine reports: it has got all."""
     await fleet.prefill[0].order(bytes_per_s=3e8)  # it reports its part before the other engine has the blocks
@@ -107,6 +113,12 @@ async def test_a_chat_that_calls_a_tool_is_split(fleet: SplitFleet) -> None:
     status, _, said = await fleet.router.post(PATHS[path](TEXT) | {"tools": tools, "tool_choice": "auto"}, path)
     assert (status, await fleet.results()) == (200, {"split": 1})
     assert json.loads(said)["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "look"
+
+
+async def test_no_token_ends_the_first_step(fleet: SplitFleet) -> None:
+    """Else vLLM would keep no blocks: simulated engines count such steps as violations."""
+    status, _, _ = await fleet.router.post({"prompt": TEXT, "max_tokens": 4})
+    assert (status, await fleet.results()) == (200, {"split": 1})
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -161,6 +173,7 @@ async def test_a_prefill_engine_dies_before_it_answers(fleet: SplitFleet, moment
     assert fleet.taken() == 0
 
 
+@over_both
 async def test_a_prefill_engine_dies_before_its_blocks_are_read(fleet: SplitFleet) -> None:
     await fleet.prefill[0].order(die="answered")
     await served(fleet)
@@ -295,10 +308,10 @@ async def test_engines_of_two_versions_serve_alone(valkey_url: str, model: str) 
     """Neither is idle: without a pair roles do not count."""
     other = replace(CONSUMER, version="sim 2")
     async with split_fleet(valkey_url, model, consumer=other, pairs=0) as fleet:
-        workers = {(await served(fleet))["x-warmfleet-worker"]}
-        await fleet.busy()
-        workers |= {(await served(fleet, f"another {TEXT}"))["x-warmfleet-worker"]}
-        assert (workers, await fleet.results()) == ({"p0.0", "d0.0"}, {"no_pair": 2})
+        first = (await served(fleet))["x-warmfleet-worker"]
+        await fleet.busy(first)
+        second = (await served(fleet, f"another {TEXT}"))["x-warmfleet-worker"]
+        assert ({first, second}, await fleet.results()) == ({"p0.0", "d0.0"}, {"no_pair": 2})
 
 
 async def test_in_an_upgrade_only_equals_share_requests(valkey_url: str, model: str) -> None:
@@ -454,6 +467,9 @@ NOT_PLAIN: list[dict[str, Any]] = [
     {"min_tokens": 6, "max_tokens": 5},
     {"min_tokens": "x"},
     {"return_token_ids": "maybe"},
+    {"ignore_eos": "maybe"},
+    {"stop_token_ids": [1, "2"]},
+    {"stop_token_ids": 1},
     {"use_beam_search": True},
 ]
 
@@ -462,31 +478,3 @@ def test_the_prefill_engine_judges_what_the_decode_engine_gets() -> None:
     """Else blocks would be kept until the lease ends for a request that the decode engine cannot read."""
     assert all(map(prefills.plain, PLAIN))
     assert not any(map(prefills.plain, NOT_PLAIN))
-
-
-GOOD = {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}, "usage": {"prompt_tokens": 9}}
-WRONG: list[bytes] = [
-    b"",
-    b"[]",
-    b"{}",
-    json.dumps(GOOD | {"kv_transfer_params": None}).encode(),
-    json.dumps(GOOD | {"kv_transfer_params": {"do_remote_prefill": False}}).encode(),
-    json.dumps(GOOD | {"usage": {"prompt_tokens": 8}}).encode(),
-    json.dumps(GOOD | {"usage": None}).encode(),
-]
-
-
-def test_only_the_parameters_of_this_prompt_are_used() -> None:
-    judged = Judged("p0.0")
-    made = prefills.parameters(200, json.dumps(GOOD).encode(), 9, judged)
-    assert json.loads(made) == GOOD["kv_transfer_params"]
-    for answer in WRONG:
-        with pytest.raises(prefills.PrefillFailed) as caught:
-            prefills.parameters(200, answer, 9, judged)
-        assert (caught.value.result, caught.value.to_blame) == ("refused", judged)
-    dead = b'{"error":{"message":"EngineCore encountered an issue."}}'
-    for status, answer, result in ((400, b"", "refused"), (429, b"", "refused"), (500, dead, "failed")):
-        with pytest.raises(prefills.PrefillFailed) as caught:
-            prefills.parameters(status, answer, 9, judged)
-        assert caught.value.result == result
-        assert caught.value.to_blame == (None if status == 400 else judged), "clients have no engine ejected"

@@ -37,11 +37,11 @@ class SplitFleet:
     decode: list[Transferring]
     model: str
 
-    async def busy(self, *engines: int) -> None:
-        """Let decode engines seem busy, so that decisions split requests; all of them by default."""
-        for number in engines or range(len(self.decode)):
+    async def busy(self, *workers: str) -> None:
+        """Let engines seem busy; by default all decode engines, so that decisions split requests."""
+        for worker_id in workers or [f"d{number}.0" for number in range(len(self.decode))]:
             for _ in range(BUSY):
-                question = Question(new_reservation(1), (), 16, 32, only=(f"d{number}.0",))
+                question = Question(new_reservation(1), (), 16, 32, only=(worker_id,))
                 await self.router.fleet.bookings.decide(question)
                 await self.router.fleet.bookings.settle(question.reservation, "started")  # else others would wait
 

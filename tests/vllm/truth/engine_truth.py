@@ -26,6 +26,8 @@ def register() -> None:
         # The engine core and its worker spin while they wait for each other, with a yield in each round. Where several
         # engines share a few cores, that takes a part of the cores from the worker of another engine.
         os.sched_yield = functools.partial(time.sleep, YIELD_S)
+    if os.environ.get("ENGINE_TRUTH_ACCELERATOR"):
+        pretend_an_accelerator()
     from vllm.v1.core.sched.scheduler import Scheduler
 
     original = Scheduler.__init__
@@ -54,6 +56,15 @@ def register() -> None:
 
     init.tells_the_truth = True  # type: ignore[attr-defined]
     Scheduler.__init__ = init
+
+
+def pretend_an_accelerator() -> None:
+    """Let connectors that are made for GPUs start on the CPU: Mooncake's asks for the number of its device."""
+    import torch
+
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = lambda _index: None
+    torch.accelerator.synchronize = lambda *_arguments: None
 
 
 def count_tokenised(path: Path) -> None:

@@ -21,9 +21,11 @@ HANDS_OVER: Mapping[str, str] = {
     **dict.fromkeys(("NixlConnector", "NixlPullConnector", "NixlPushConnector"), "NIXL"),
     "MooncakeConnector": "Mooncake",
 }
-#: Names in ``same`` that routers know: two that differ between versions of vLLM, and NIXL's hash of all it compares.
+#: Names in ``same`` that routers know: two that differ between versions of vLLM, NIXL's hash of all it compares, and
+#: of an engine with Mooncake whether all its layers keep whole prompts (``True``).
 OF_A_VERSION = VLLM, NIXL_CONNECTOR = "vLLM", "NIXL connector"
 NIXL_HASH = "NIXL's hash"
+KEEPS_ALL = "full attention"
 MAX_SAME = 16  # most settings that partners must have in common
 MAX_TEXT = 96  # longest text of the fact; a whole join may have 4,096 bytes
 _TEXT = re.compile(f"[ -~]{{0,{MAX_TEXT}}}")  # ASCII without control characters
@@ -74,6 +76,16 @@ class Transfer:
     def decodes(self) -> bool:
         """Whether the engine may take what others have computed."""
         return bool(self.library) and self.role != "prefill"
+
+    @property
+    def splits(self) -> bool:
+        """Whether routers know a safe way to split requests over such engines.
+
+        Mooncake's prefill engines may have freed a block of a sliding window that is needed, and tell nobody.
+        """
+        if self.library == "Mooncake":
+            return dict(self.same).get(KEEPS_ALL) == "True"
+        return self.library == "NIXL" and self.mode == "pull"
 
     @property
     def has_fixed_id(self) -> bool:

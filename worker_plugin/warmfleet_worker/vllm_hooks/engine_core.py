@@ -22,7 +22,7 @@ from warmfleet_worker.vllm_hooks import eviction
 from warmfleet_worker.vllm_hooks.block_table import WholeBlocks, hash_of_key, hook_prefix_cache_reset, track
 from warmfleet_worker.vllm_hooks.compatibility import Part, extra_keys_form, missing, refuse, version
 from warmfleet_worker.vllm_hooks.cpu_tier import CpuTier, CpuTiers
-from warmfleet_worker.vllm_hooks.groups import keeps_all_ends, report_chains, rules_of
+from warmfleet_worker.vllm_hooks.groups import is_full_attention, keeps_all_ends, report_chains, rules_of
 from warmfleet_worker.vllm_hooks.kv_transfer import hook_handshake, transfer_of, unfit_alone
 from warmfleet_worker.vllm_hooks.scheduler_work import finished_prefills, foreign_load, step_tokens
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
@@ -402,13 +402,6 @@ def full_attention_group(scheduler: Any) -> Group:
         with swallow_errors("could not read what its KV cache groups need", Part.GROUPS.value):
             rules = rules_of(scheduler, number)
     return Group(number, block_tokens, int(scheduler.hash_block_size), closed, rules=rules)
-
-
-def is_full_attention(spec: Any) -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    inner = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
-    return isinstance(inner, FullAttentionSpec)
 
 
 def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> PublisherConfig:

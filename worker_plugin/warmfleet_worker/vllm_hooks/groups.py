@@ -82,6 +82,14 @@ def report_chains(pool: Any, transitions: GroupedTransitions, groups: frozenset[
     pool.cache_full_blocks = cache_full_blocks
 
 
+def is_full_attention(spec: Any) -> bool:
+    """Return whether a group's layers keep whole prefixes, by its ``kv_cache_spec``."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    inner = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
+    return isinstance(inner, FullAttentionSpec)
+
+
 def _needed(spec: Any, block_tokens: int) -> tuple[int, int] | None:
     """Return ``blocks`` and ``chunk_tokens`` of the rule for such groups; None if the rule is not known."""
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec

@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from warmfleet_worker.protocol.transfer import HANDS_OVER, NIXL_CONNECTOR, NIXL_HASH, VLLM, Transfer, short
+from warmfleet_worker.protocol.transfer import (
+    HANDS_OVER,
+    KEEPS_ALL,
+    NIXL_CONNECTOR,
+    NIXL_HASH,
+    VLLM,
+    Transfer,
+    short,
+)
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse, version
+from warmfleet_worker.vllm_hooks.groups import is_full_attention
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
 
@@ -53,6 +62,8 @@ def transfer_of(scheduler: Any, block_tokens: int) -> Transfer | None:
         same |= _nixl_settings(scheduler)
     if library == "Mooncake":
         same["mooncake_protocol"] = more.get("mooncake_protocol", "rdma")
+        groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        same[KEEPS_ALL] = all(is_full_attention(group.kv_cache_spec) for group in groups)
     host, port, lease_s = _place(library, vllm_config.parallel_config, more)
     return Transfer(
         role=_ROLES[role],

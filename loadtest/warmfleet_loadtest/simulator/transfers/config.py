@@ -7,13 +7,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from warmfleet_worker.protocol.transfer import VLLM, Transfer
+from warmfleet_worker.protocol.transfer import HANDS_OVER, KEEPS_ALL, VLLM, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
-CONNECTORS = ("NixlConnector", "NixlPullConnector")
+CONNECTORS = ("NixlConnector", "NixlPullConnector", "MooncakeConnector")
 POLICIES = ("fail", "recompute")
 KNOWN = {"kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_buffer_device"}
 EXTRA = "kv_connector_extra_config"
@@ -49,13 +49,19 @@ class TransferConfig:
     version: str = "sim"
     link: Link = Link()
 
+    @property
+    def names_transfers(self) -> bool:
+        """Whether routers name each transfer, and the prefill engine's answer tells nothing: so with Mooncake."""
+        return HANDS_OVER[self.connector] == "Mooncake"
+
     def announced(self, engine_id: str, port: int, same: Mapping[str, str]) -> Transfer:
         """Return what the engine tells the fleet. same: what partners must have in common beside the version."""
-        settings = tuple(sorted({VLLM: self.version, **same}.items()))
+        settings = {VLLM: self.version, "connector": HANDS_OVER[self.connector], KEEPS_ALL: "True", **same}
         return Transfer(
-            *(ROLES[self.role], self.connector, "", "pull", engine_id, self.host, port, max(1, round(self.lease_s))),
+            *(ROLES[self.role], self.connector, "", "push" if self.names_transfers else "pull", engine_id),
+            *("" if self.names_transfers else self.host, port, max(1, round(self.lease_s))),
             recomputes=self.recomputes,
-            same=settings,
+            same=tuple(sorted(settings.items())),
         )
 
 
@@ -71,6 +77,8 @@ def read_config(text: str, link: Link | None = None, version: str = "sim") -> Tr
         raise ValueError(f"--kv-transfer-config: simulated engines have no {min(unknown)}")
     connector, policy = told.get("kv_connector"), told.get("kv_load_failure_policy", POLICIES[0])
     lease_s = told.get(EXTRA, {}).get("kv_lease_duration", 30)
+    if connector == "MooncakeConnector":
+        lease_s = float(os.environ.get("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "480"))
     for name, value, known in (
         ("kv_connector", connector, CONNECTORS),
         ("kv_role", told.get("kv_role"), tuple(ROLES)),

@@ -9,8 +9,8 @@ from typing import Any
 
 #: Mistakes of whoever sends the two steps of a request, by name. With those that are True vLLM answers 200 with wrong
 #: tokens, and the engine's cache holds blocks of other tokens than their hashes say; so does a simulated engine, whose
-#: answer then reads WRONG-BLOCKS. Of the others, ``longer_prompt`` and ``incomplete`` end the engine, ``role`` does no
-#: harm, and the rest fail the transfer.
+#: answer then reads WRONG-BLOCKS. Of the others, ``longer_prompt`` and ``incomplete`` end the engine, ``role`` and
+#: ``may_end`` do no harm here, and the rest fail the transfer.
 VIOLATIONS = {
     "twice": True,  # the parameters were used before, at the same engine
     "two_engines": True,  # ... at another engine
@@ -19,6 +19,7 @@ VIOLATIONS = {
     "unknown_request": True,  # a remote_request_id that this engine did not give out
     "unknown_engine": False,  # remote_engine_id is not the engine at this address
     "settings": False,  # version or settings of the two engines differ
+    "may_end": False,  # a prefill whose first token may end its answer: then vLLM keeps no blocks
     "role": False,  # a step was sent to an engine of the other role
     "longer_prompt": False,  # more blocks than were prefilled
     "incomplete": False,  # do_remote_prefill without the parameters of a prefill

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from warmfleet_loadtest.simulator.transfers.scheduler import TransferScheduler
 
 NEEDED = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+NEEDED_NAMED = ("transfer_id", "remote_engine_id", "remote_bootstrap_addr")
 RELEASE_S = 5.0  # longest time for the message that a prompt is not needed
 
 
@@ -35,7 +36,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Where the blocks of a request are: what ``kv_transfer_params`` say."""
+    """Where the blocks of a request are: what ``kv_transfer_params`` say. blocks: their number; 0: not told."""
 
     engine_id: str
     request_id: str
@@ -50,6 +51,13 @@ class Remote:
         url = f"http://{params['remote_host']}:{params['remote_port']}"
         blocks = len(params["remote_block_ids"][0])
         return cls(str(params["remote_engine_id"]), str(params["remote_request_id"]), url, blocks)
+
+    @classmethod
+    def named(cls, params: Mapping[str, Any]) -> Remote | None:
+        """Read the parameters of a decode leg with Mooncake; None if some are missing."""
+        if not all(params.get(name) for name in NEEDED_NAMED):
+            return None
+        return cls(str(params["remote_engine_id"]), str(params["transfer_id"]), str(params["remote_bootstrap_addr"]), 0)
 
 
 class DecodeSide:
@@ -106,8 +114,8 @@ class DecodeSide:
             self._counts.failed_notifications += 1
 
     async def _keep_lease(self, remote: Remote) -> None:
-        """Extend the lease. As in vLLM, nothing is sent to an engine before the handshake with it."""
-        while True:
+        """Extend the lease. As in vLLM, nothing is sent to an engine before the handshake with it, nor by Mooncake."""
+        while not self.config.names_transfers:
             if remote.engine_id in self._known:
                 with contextlib.suppress(LoadError):
                     await self._post(remote, "heartbeat", {"request": remote.request_id}, self.config.lease_s)

@@ -51,17 +51,20 @@ class Transfers:
         """Return what the engine tells the fleet."""
         return self.config.announced(self.engine_id, self.prefill.port, self._same)
 
-    async def begin(self, params: Mapping[str, Any] | None, requests: list[Request]) -> None:
-        """Give the sequences of a request their leg, before the core gets them. Raises FatalParamsError."""
+    async def begin(self, params: Mapping[str, Any] | None, requests: list[Request], *, exact: bool) -> None:
+        """Give the sequences of a request their leg, before the core gets them. exact: no token ends the answer.
+
+        Raises FatalParamsError.
+        """
         if params is None:
             return
         role = self.config.role
         if params.get("do_remote_prefill"):
-            remote = Remote.read(params)
+            remote = self._remote(params)
             self._check_role(role == "kv_producer", requests)
             if remote is None:
                 raise self._fatal("incomplete", requests)
-            if -(-requests[0].prompt_tokens // self._scheduler.limits.block_tokens) > remote.blocks:
+            if remote.blocks and -(-requests[0].prompt_tokens // self._scheduler.limits.block_tokens) > remote.blocks:
                 raise self._fatal("longer_prompt", requests)
             told = params.get("remote_prefill_cached_tokens")
             for request in requests:
@@ -69,13 +72,17 @@ class Transfers:
                 self.decode.expect(request, remote)
         elif params.get("do_remote_decode"):
             self._check_role(role == "kv_consumer", requests)
+            if not exact:
+                self.counts.violation("may_end", requests[0].request_id)
             for request in requests:
                 request.leg = Leg.PREFILL
+                if self.config.names_transfers:
+                    self.prefill.names[request] = str(params.get("transfer_id") or "")
             await self.faults.reach("prefill")
 
     def refused(self, params: Mapping[str, Any] | None) -> None:
         """Free the blocks of a decode leg that the API server refuses, as vLLM does once the body is valid."""
-        remote = Remote.read(params) if params else None
+        remote = self._remote(params) if params else None
         if remote is not None:
             self.decode.release(remote)
 
@@ -91,6 +98,9 @@ class Transfers:
         told = {"role": self.config.role, "engine_id": self.engine_id, "side_channel": self.prefill.port}
         told |= {"pinned_requests": len(pinned), "pinned_blocks": sum(len(pin.blocks) for pin in pinned)}
         return told | self.counts.as_dict()
+
+    def _remote(self, params: Mapping[str, Any]) -> Remote | None:
+        return Remote.named(params) if self.config.names_transfers else Remote.read(params)
 
     def _check_role(self, wrong: bool, requests: list[Request]) -> None:
         if wrong:

@@ -60,6 +60,7 @@ class PrefillSide:
         self.same: Mapping[str, str] = {}
         self.room_made: Callable[[], None] = lambda: None  # called when a pin has ended
         self._scheduler, self._counts, self._faults = scheduler, counts, faults
+        self.names: dict[Request, str] = {}  # of transfers, by routers
         self._pins: OrderedDict[str, Pin] = OrderedDict()
         self._params: dict[Request, dict[str, Any]] = {}
         self._free_at = 0.0  # when the link has sent all that was asked for so far
@@ -71,11 +72,13 @@ class PrefillSide:
 
     def take_params(self, request: Request) -> dict[str, Any] | None:
         """Return the parameters of a finished prefill leg, once."""
+        self.names.pop(request, None)
         return self._params.pop(request, None)
 
     def _keep(self, request: Request, blocks: list[int]) -> None:
         now = asyncio.get_running_loop().time()
-        handed = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        name = self.names.get(request)
+        handed = name or f"{request.request_id}-{uuid.uuid4().hex[:8]}"
         pin = Pin(
             handed,
             blocks,
@@ -89,6 +92,8 @@ class PrefillSide:
             self._pins.popitem(last=False)
         self._counts.prefilled += 1
         self._look_at(pin)
+        if name is not None:
+            return
         self._params[request] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -155,6 +160,8 @@ class PrefillSide:
         if ask["engine_id"] != self.engine_id:
             return web.json_response({"violation": "unknown_engine"}, status=409)
         pin = self._pins.get(ask["request"])
+        if self.config.names_transfers and (pin is None or pin.state == EXPIRED):
+            return web.json_response({}, status=409)  # this side writes, so the other one computes the prompt
         violation = self._verdict(pin, ask)
         if pin is not None:
             pin.readers.append(ask["by"])
