@@ -172,6 +172,7 @@ FACTS = st.builds(
     connector=st.sampled_from([*["NixlConnector"] * 6, *LIBRARIES]),
     engine_id=st.sampled_from([P.engine_id, D.engine_id, D.engine_id, "mine"]),
     host=st.sampled_from(["10.0.0.1", "10.0.0.1", "localhost", ""]),
+    lease_s=st.sampled_from([30, 30, 30, 10]),
     recomputes=st.sampled_from([True, True, False]),
     same=st.sampled_from([SAME, SAME, but(P, vLLM="0.31.0").same, but(P, **{"NIXL's hash": "cd"}).same, ()]),
 )

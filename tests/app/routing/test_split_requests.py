@@ -119,6 +119,7 @@ async def test_no_token_ends_the_first_step(fleet: SplitFleet) -> None:
     """Else vLLM would keep no blocks: simulated engines count such steps as violations."""
     status, _, _ = await fleet.router.post({"prompt": TEXT, "max_tokens": 4})
     assert (status, await fleet.results()) == (200, {"split": 1})
+    fleet.check()
 
 
 UNFIT: dict[str, dict[str, Any]] = {
