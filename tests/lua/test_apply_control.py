@@ -154,6 +154,19 @@ async def test_a_malformed_join_joins_nobody(store: aioredis.Redis, fleet: Fleet
     assert (await fleet.index.counts())["malformed"] == 1
 
 
+async def test_a_join_tells_the_most_tokens_of_a_step_and_a_malformed_number_is_left_out(
+    store: aioredis.Redis, fleet: Fleet
+) -> None:
+    reporter = ReportingWorker(store, fleet)
+    for number, (told, kept) in enumerate(
+        [(8_192, 8_192), (0, None), (-1, None), (1.5, None), ("9", None), (None, None), (2**31, None), (1, 1)]
+    ):
+        await reporter.join(f"n{number}", step_tokens=told)
+        await reporter.applied()
+        [view] = await fleet.workers.read()
+        assert view.record.get("step_tokens") == kept
+
+
 async def test_a_malformed_join_leaves_the_current_worker_alone(reporter: ReportingWorker, fleet: Fleet) -> None:
     row = await reporter.row()
     for data in (b"", b"{", b"[]", b"null", b'{"schema":1}', b"\xff", b"9" * 40):

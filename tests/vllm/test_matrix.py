@@ -49,6 +49,7 @@ pytestmark = [
 ]
 
 ROUNDS, REQUESTS, TOKENS = 4, 60, 600
+STEP_TOKENS = 2_048  # BUDGET of core.py, which only vLLM can import
 DRAFTED = 200  # requests to an engine that drafts tokens
 GROUPED = 150  # requests to each of these hybrid engines
 PREDICTED = 100  # requests to each engine with a tier, or with groups, after losses and restarts
@@ -320,6 +321,7 @@ async def test_what_is_reported_is_what_the_core_says(
             assert evicted > 10 * blocks[-1]
             cells["evictions"] = str(evicted)
             cells["load"] = await check_load(core, fleet)
+            assert [view.record["step_tokens"] for view in await fleet.workers.read()] == [STEP_TOKENS]
             await same(fleet, (await core.ask("finish"))["table"])
             reset = await core.ask("reset")
             assert (reset["reset"], reset["table"]) == (True, [])

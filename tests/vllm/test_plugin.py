@@ -91,6 +91,7 @@ async def test_both_halves_join_under_one_name(reported: Reported, vllm_fleet: F
     assert view.load.flags & Flag.SERVER
     assert view.load.flags & Flag.CLOSED
     assert view.record["scheme"]["block_tokens"] == BLOCK_TOKENS
+    assert view.record["step_tokens"] >= 512, "vLLM's default, by the kind of device"
     facts = view.server["facts"]
     assert (facts["max_model_len"], facts["content_format"]) == (4_096, "string")
 

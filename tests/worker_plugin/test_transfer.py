@@ -100,6 +100,7 @@ def test_the_largest_fact_fits_into_a_join() -> None:
         labels=labels,
         sets=sets,
         transfer=fact,
+        step_tokens=2**31,
     )
     assert len(fact.same) == MAX_SAME
     assert len(config.join()) <= 4_096, "lua/apply_control.lua reads no more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from warmfleet_worker.config import PublisherConfig
 from warmfleet_worker.protocol.transfer import Transfer
 from warmfleet_worker.protocol.wire import UNMATCHED, Scheme, WireError
 from warmfleet_worker.vllm_hooks import engine_core, eviction
+from warmfleet_worker.vllm_hooks.compatibility import Part
 from warmfleet_worker.vllm_hooks.engine_core import Group, full_attention_group
 from warmfleet_worker.vllm_hooks.swallow_errors import swallow_errors
 from warmfleet_worker.vllm_hooks.wrap import first_time, wrap
@@ -238,6 +240,23 @@ def started(monkeypatch: pytest.MonkeyPatch, none_hash: bytes | None, **schedule
 SCHEME = Scheme("sha256", bytes(32), 16)
 CONFIG = PublisherConfig("redis://x", "m", "w.0", "w", 0, SCHEME, 9, 99, "vllm-0.32.0")
 FACT = Transfer("decode", "NixlConnector", same=(("a", "b"),))
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_an_engine_announces_the_most_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch, lacks: bool) -> None:
+    monkeypatch.setenv("WARMFLEET_WORKER_ID", "w")
+    monkeypatch.setattr(engine_core, "scheme_of", lambda *_: SCHEME)
+    monkeypatch.setattr(engine_core, "_lacks", lambda part: lacks and part is Part.STEP_SIZE)
+    vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=9),
+        model_config=SimpleNamespace(served_model_name="m", max_model_len=99),
+        parallel_config=SimpleNamespace(
+            data_parallel_external_lb=False, local_engines_only=False, data_parallel_index=0
+        ),
+        scheduler_config=SimpleNamespace() if lacks else SimpleNamespace(max_num_batched_tokens=8_192),
+    )
+    config = engine_core.publisher_config(vllm_config, "redis://x", Group(0, 16, 16, closed=True))
+    assert json.loads(config.join())["step_tokens"] == (0 if lacks else 8_192)
 
 
 def test_an_engine_announces_how_it_hands_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ class PublisherConfig:
     so that a held block's predecessors are always held, too. labels: see ``protocol.labels``. sets: the further sets of
     blocks that it reports, by kind; of a tier its capacity_blocks and bytes_per_token, and the name of its `store` if
     several engines may read it. ends: it reports the ends of requests. transfer: how it exchanges blocks with others.
+    step_tokens: the most tokens that a step computes; 0: not known.
     """
 
     redis_url: str
@@ -45,6 +46,7 @@ class PublisherConfig:
     sets: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
     ends: bool = False
     transfer: Transfer | None = None
+    step_tokens: int = 0
 
     def join(self) -> str:
         """Return the data of a join entry."""
@@ -64,6 +66,7 @@ class PublisherConfig:
                 "scheme_id": self.scheme.scheme_id,
                 "capacity_blocks": self.capacity_blocks,
                 "max_model_len": self.max_model_len,
+                "step_tokens": self.step_tokens,
                 "version": self.version,
                 "closed": int(self.closed),
                 "labels": dict(self.labels),

@@ -61,6 +61,7 @@ class Halves:
             scheme=scheduler.scheme,
             capacity_blocks=scheduler.pool.blocks,
             max_model_len=scheduler.limits.max_model_len,
+            step_tokens=scheduler.limits.step_tokens,
             version=f"sim {VERSION}",
             closed=eviction is None or eviction.tail is None,  # T-LRU may evict a block but keep its successor
             transfer=transfer,

@@ -2,8 +2,9 @@
 apply_control/worker_join: checks the announcement of a worker (one vLLM engine core) and makes its record.
 
 Takes the decoded data of the join, the worker's id and the known kinds of further sets of blocks. Returns the record,
-with known fields only; or nil if a field of the announcement is malformed. Malformed labels, further sets of blocks and
-transfers (protocol/transfer.py, which checks their texts) are left out: they are no reason to refuse a worker.
+with known fields only; or nil if a field of the announcement is malformed. Malformed labels, step_tokens, further sets
+of blocks and transfers (protocol/transfer.py, which checks their texts) are left out: they are no reason to refuse a
+worker.
 --]]
 local U31 = 2 ^ 31 - 1
 local MAX_LABELS, MAX_WORD_BYTES = 8, 63
@@ -77,6 +78,7 @@ return function(join, worker_id, kinds)
     server_id = join.server_id, rank = join.rank, scheme = kept, scheme_id = join.scheme_id, proof = "pending",
     capacity_blocks = join.capacity_blocks, max_model_len = join.max_model_len, labels = labels(join.labels),
     version = join.version:gsub("[^%w._+-]", ""):sub(1, 64), closed = join.closed == true or join.closed == 1,
+    step_tokens = integer(join.step_tokens, 1, U31) and join.step_tokens or nil,
     sets = sets(join.sets, kinds), ends = join.ends == 1 or nil, transfer = transfer(join.transfer),
   }
 end

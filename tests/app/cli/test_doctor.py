@@ -153,6 +153,19 @@ async def test_nothing_is_wrong(valkey_url: str, model: str) -> None:
         assert {key for key in now - keys if b":b:" not in key and b":s:" not in key} == set(), "it wrote keys"
 
 
+async def test_the_gap_that_a_step_full_of_prompts_makes_is_told(valkey_url: str, model: str) -> None:
+    async with replica(valkey_url, model) as router, simulated(valkey_url, model):
+        await router.proven()
+        assert (await router.post({"model": model, "prompt": "word " * 1_000, "max_tokens": 1}))[0] == 200
+
+        async def told() -> list[Finding]:
+            result = await doctor(valkey_url, model)
+            return result.of("gap", State.OK) or result.of("gap", State.NOTE)  # the latter on a busy machine
+
+        found: Any = await poll(told, 30, "the engine's speed is known")
+        assert f"a step with {LIMITS.step_tokens:,} tokens of prompts takes about " in found[0].detail
+
+
 # ---------------------------------------------------------------- Redis
 
 

@@ -162,6 +162,44 @@ def test_the_doctor_says_who_pairs_and_each_reason_once() -> None:
     )
 
 
+def test_few_decode_engines_are_noted_where_prefill_engines_serve_nothing_alone() -> None:
+    prefill, decode = [worker(f"p{n}", P) for n in range(3)], [worker(f"d{n}", D) for n in range(3)]
+    _, noted = fleet_checks.pairs([*prefill, *decode[:2]])
+    assert noted.state is State.NOTE
+    assert noted.detail.startswith("decode engines are fewer (2) than prefill engines (3), which serve nothing alone")
+    assert noted.remedy == (
+        'give prefill engines "kv_role": "kv_both" in --kv-transfer-config, or start decode engines'
+    )
+    push = {"connector": "NixlPushConnector", "mode": "push"}
+    for fleet in (
+        [*prefill, *decode],
+        [*prefill, *decode[:2], worker("b", BOTH)],  # an engine of both roles decodes, too
+        [worker(one.worker_id, BOTH) for one in prefill],
+        [worker(one, replace(P, **push)) for one in "abc"] + [worker("d", replace(D, **push))],  # type: ignore[arg-type]
+    ):
+        assert [found.state for found in fleet_checks.pairs(fleet)] == [State.OK]
+
+
+def test_the_gap_that_a_step_full_of_prompts_makes_is_told() -> None:
+    def of(name: str, step_tokens: int | None, speed_tps: int, transfer: Transfer | None = None) -> WorkerView:
+        made = worker(name, transfer)
+        told = {} if step_tokens is None else {"step_tokens": step_tokens}
+        return replace(made, record=made.record | told, load=LoadRow(speed_tps=speed_tps))
+
+    slow, fast = fleet_checks.full_steps([of("a", 8_192, 40_000), of("c", 2_048, 20_480), of("b", 8_192, 20_000)])
+    assert (slow.state, slow.detail) == (
+        State.NOTE,
+        "a, b: a step with 8,192 tokens of prompts takes about 410 ms, in which no running answer goes on",
+    )
+    assert slow.remedy.startswith("a smaller --max-num-batched-tokens shortens this gap")
+    assert (fast.state, fast.remedy) == (State.OK, "")
+    assert "c: a step with 2,048 tokens of prompts takes about 100 ms" in fast.detail
+    assert fleet_checks.full_steps([of("old", None, 9_000), of("new", 8_192, 0), of("odd", 0, 9_000)]) == []
+    pair = [of("p", 8_192, 9_000, P), of("d", 8_192, 9_000, D)]
+    assert fleet_checks.full_steps(pair) == [], "they share requests"
+    assert len(fleet_checks.full_steps(pair[1:])) == 1, "a decode engine without partner serves alone"
+
+
 # ---------------------------------------------------------------- any fleet
 
 LIBRARIES = ("NixlConnector", "NixlPushConnector", "MooncakeConnector", "OffloadingConnector")

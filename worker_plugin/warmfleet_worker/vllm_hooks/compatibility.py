@@ -27,6 +27,7 @@ class Part(StrEnum):
     BLOCKS = "this engine reports nothing"
     LOAD = "this engine does not report its load"
     STEPS = "this engine reports neither finished prefills nor its speed"
+    STEP_SIZE = "`warmfleet doctor` does not tell how long a step full of prompts keeps its answers waiting"
     ENDS = "this engine does not report the ends of requests, so routers renew their reservations"
     EVICTION = "ended and paused sessions are not evicted first, and WARMFLEET_TTFT_TARGET_S has no effect"
     GROUPS = "a prefix is promised as far as full attention supports it, whatever other groups do"
@@ -121,6 +122,7 @@ INTERNALS = (
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutputs", ("outputs",)),
     Internal(Part.STEPS, "vllm.v1.engine:EngineCoreOutput", ("request_id", "prefill_stats")),
     Internal(Part.STEPS, "vllm.v1.metrics.stats:PrefillStats", ("num_cached_tokens", "num_prompt_tokens")),
+    Internal(Part.STEP_SIZE, "vllm.config:SchedulerConfig", ("max_num_batched_tokens",)),
     Internal(
         Part.ENDS,
         f"{_CORE}.sched.scheduler:Scheduler",

@@ -417,6 +417,7 @@ def publisher_config(vllm_config: Any, redis_url: str, group: Group) -> Publishe
         scheme=scheme_of(vllm_config, group),
         capacity_blocks=cache.num_gpu_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
+        step_tokens=0 if _lacks(Part.STEP_SIZE) else vllm_config.scheduler_config.max_num_batched_tokens,
         version=f"vllm-{version()}",
         closed=group.closed,
         labels=labels_of_environment(),

@@ -12,7 +12,7 @@ from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
-from warmfleet.pools.pairing import Obstacle, pairing, use_of_pairs
+from warmfleet.pools.pairing import CONFIG, Obstacle, pairing, use_of_pairs
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
     from warmfleet.fleet import Truth, WorkerView
     from warmfleet.fleet.inspection.server import Streams
+    from warmfleet.pools.pairing import Pairing
 
 UNREAD_S = 5.0  # longest time in which no replica reads the streams of cache events; each reads once a second or more
 LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
+GAP_S = 0.1  # longest time without a token of an answer that is no note; readers notice more
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
 PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
@@ -79,7 +81,7 @@ def all_of(pool: PoolReading) -> list[Finding]:
         findings.append(ok("left", f"{in_short(left)} said goodbye"))
     findings += [worker_finding(worker, pool.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
-    findings += schemes(exact) + identities(exact) + shared_urls(exact) + pairs(exact)
+    findings += schemes(exact) + identities(exact) + shared_urls(exact) + pairs(exact) + full_steps(exact)
     findings += [finding for worker in exact for finding in index(worker, pool.truth)]
     return [*findings, *dropped(pool.truth)]
 
@@ -296,6 +298,7 @@ def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
             f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use_of_pairs(found)}"
         )
         findings.append(ok("pairs", text))
+    findings += _few_decode_engines(found)
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():
         for obstacle in obstacles:
@@ -311,6 +314,49 @@ def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
         text = f"{in_short(names)} could share no request: {obstacle.why}; each request is served by one engine alone"
         findings.append(note("pairs", text, obstacle.remedy))
     return findings
+
+
+def _few_decode_engines(found: Pairing) -> list[Finding]:
+    """Note that there are fewer decode engines than prefill engines, which serve nothing alone."""
+    prefill, decode = found.having("prefill"), found.having("decode", "both")
+    if not found.pulling or len(decode) >= len(prefill):
+        return []
+    return [
+        note(
+            "pairs",
+            f"decode engines are fewer ({len(decode)}) than prefill engines ({len(prefill)}), which serve nothing"
+            " alone, so few caches must hold the contexts of all answers: in simulation choosing which requests to"
+            " split is slower there than splitting all, from .7 busy at 6 and 2 engines, from .85 at 5 and 3",
+            f'give prefill engines "kv_role": "kv_both" in {CONFIG}, or start decode engines',
+        )
+    ]
+
+
+def full_steps(workers: Sequence[WorkerView]) -> list[Finding]:
+    """Tell the gap that a step full of prompts makes in answers, at engines that serve prompts and answers alone.
+
+    Silent for engines that do not announce the most tokens of a step, or whose speed is not known yet.
+    """
+    splitting = {worker_id for pair in pairing(workers).pulling for worker_id in pair}
+    gaps: dict[int, dict[str, float]] = {}
+    for worker in workers:
+        tokens, speed_tps = worker.record.get("step_tokens", 0), worker.load.speed_tps
+        if tokens and speed_tps and worker.routable and worker.worker_id not in splitting:
+            gaps.setdefault(tokens, {})[worker.worker_id] = tokens / speed_tps
+    return [_full_step(tokens, gap_s) for tokens, gap_s in gaps.items()]
+
+
+def _full_step(tokens: int, gap_s: Mapping[str, float]) -> Finding:
+    """Make the finding about engines with the same most tokens of a step. gap_s: its duration, by engine."""
+    longest_s = max(gap_s.values())
+    text = (
+        f"{in_short(list(gap_s))}: a step with {tokens:,} tokens of prompts takes about {1_000 * longest_s:.0f} ms, in"
+        " which no running answer goes on"
+    )
+    if longest_s <= GAP_S:
+        return ok("gap", text)
+    remedy = "a smaller --max-num-batched-tokens shortens this gap, for a longer time to first token of long prompts"
+    return note("gap", text, remedy)
 
 
 # ---------------------------------------------------------------- the index

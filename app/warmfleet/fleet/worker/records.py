@@ -130,7 +130,7 @@ WORKER: dict[str, Check] = {
     **dict.fromkeys(("nonce", "server_id", "version", "reason", "cause", "suspect", "snapshot", "url"), _text),
     **dict.fromkeys(("identity", "leaving"), _text),
     **dict.fromkeys(("slot", "shadow", "rank", "scheme_id", "capacity_blocks", "max_model_len", "tries"), _count),
-    "step_us": _count,
+    **dict.fromkeys(("step_us", "step_tokens"), _count),
     "left": _flag,
     "models": _models,
     "proof": _any_of("pending", "proven", "identity", "url", "warming"),
