@@ -319,7 +319,7 @@ def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
 def _few_decode_engines(found: Pairing) -> list[Finding]:
     """Note that there are fewer decode engines than prefill engines, which serve nothing alone."""
     prefill, decode = found.having("prefill"), found.having("decode", "both")
-    if not found.pulling or len(decode) >= len(prefill):
+    if not found.splitting or len(decode) >= len(prefill):
         return []
     return [
         note(
@@ -337,7 +337,7 @@ def full_steps(workers: Sequence[WorkerView]) -> list[Finding]:
 
     Silent for engines that do not announce the most tokens of a step, or whose speed is not known yet.
     """
-    splitting = {worker_id for pair in pairing(workers).pulling for worker_id in pair}
+    splitting = {worker_id for pair in pairing(workers).splitting for worker_id in pair}
     gaps: dict[int, dict[str, float]] = {}
     for worker in workers:
         tokens, speed_tps = worker.record.get("step_tokens", 0), worker.load.speed_tps
