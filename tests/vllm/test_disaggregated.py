@@ -36,7 +36,8 @@ CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 12
 BLOCKS = 400
 CLOSE = 1e-4  # largest difference of a log probability
 WAITS_S, STOPPED_S = 240.0, 6.0
-CALM, BESIDE = 40, 12  # requests that are sent one by one, and answers made beside them
+CALM, BESIDE = 40, 12  # split requests that are sent one by one, and requests beside them
+MOST_CALM = 80  # conversations that are tried for that
 EMPTY = '{"candidates":[]}'
 
 pytestmark = [
@@ -254,12 +255,13 @@ async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind,
     rng, split, off = random.Random(2), 0, []
 
     async def beside() -> None:
+        more = {"n": 2, "temperature": 1, "max_tokens": 300, "ignore_eos": True}
         while True:  # several answers to a request, so that it is not split
-            await ask(client, engines.url, kind.turns(rng)[0] | {"n": 2, "max_tokens": 300, "ignore_eos": True})
+            await ask(client, engines.url, kind.turns(rng)[0] | more)
 
-    async with httpx.AsyncClient(timeout=WAITS_S) as client:
-        others = [asyncio.create_task(beside()) for _ in range(BESIDE)]
-        while split < CALM:
+    async with httpx.AsyncClient(timeout=WAITS_S) as client, asyncio.TaskGroup() as tasks:
+        others = [tasks.create_task(beside()) for _ in range(BESIDE)]
+        for _ in range(MOST_CALM):
             for body in kind.turns(rng):
                 before = {engine.worker_id: taken_from_others(engine) for engine in engines.decode}
                 one = await ask(client, engines.url, body, **{"x-warmfleet-explain": "1"})
@@ -270,8 +272,12 @@ async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind,
                 if one.predicted != one.cached or took != dict.fromkeys(took, 0) | lacked:
                     off.append((one, took, lacked))
                 split += bool(one.prefill)
+            if split >= CALM:
+                break
         for task in others:
             task.cancel()
+    print(f"\nsplit: {split}")
+    assert split >= CALM
     assert not off
 
 
