@@ -55,9 +55,11 @@ ONE_TOKEN = {
     "stream": b"false",
     "stream_options": b"null",
     "return_token_ids": b"false",
-    # A token that ends the answer would free the blocks at once.
+    # A token that ends the answer frees the blocks at once, or, if a text of ``stop`` is in it, leaves them with the
+    # engine until its lease ends, though it reports that the answer was stopped.
     "ignore_eos": b"true",
     "stop_token_ids": b"null",
+    "stop": b"null",
 }
 
 
@@ -187,15 +189,23 @@ def plain(data: dict[str, Any]) -> bool:
         and (options is None or (bool(data.get("stream")) and _are_flags(options)))
         and all(data.get(name) in (None, False, True) for name in ("return_token_ids", "ignore_eos"))
         and _are_ids(data.get("stop_token_ids"))
+        and _are_texts(data.get("stop"))
         and not data.get("use_beam_search")
     )
 
 
 LIMITS = ("max_tokens", "max_completion_tokens")
+MOST_STOPS = 4  # vLLM's default of VLLM_MAX_STOP_STRINGS
 
 
 def _are_ids(ids: Any) -> bool:
     return ids is None or (isinstance(ids, list) and all(type(each) is int for each in ids))
+
+
+def _are_texts(stop: Any) -> bool:
+    """Return whether any engine can read this ``stop``."""
+    several = isinstance(stop, list) and len(stop) <= MOST_STOPS and all(isinstance(each, str) for each in stop)
+    return stop is None or isinstance(stop, str) or several
 
 
 def _are_flags(options: Any) -> bool:

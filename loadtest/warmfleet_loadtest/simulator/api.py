@@ -126,7 +126,7 @@ class Api:
         sink: asyncio.Queue[Output] = asyncio.Queue()
         try:
             if self.transfers is not None:
-                await self.transfers.begin(ask.transfer, requests, exact=ask.exact)
+                await self.transfers.begin(ask.transfer, requests, exact=ask.exact and not ask.stop)
             try:
                 for request in requests:
                     await self.core.submit(request, sink)

@@ -117,7 +117,7 @@ async def test_a_chat_that_calls_a_tool_is_split(fleet: SplitFleet) -> None:
 
 async def test_no_token_ends_the_first_step(fleet: SplitFleet) -> None:
     """Else vLLM would keep no blocks: simulated engines count such steps as violations."""
-    status, _, _ = await fleet.router.post({"prompt": TEXT, "max_tokens": 4})
+    status, _, _ = await fleet.router.post({"prompt": TEXT, "max_tokens": 4, "stop": ["e", "a"]})
     assert (status, await fleet.results()) == (200, {"split": 1})
     fleet.check()
 
@@ -455,6 +455,8 @@ PLAIN: list[dict[str, Any]] = [
     {},
     {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 5, "min_tokens": 5},
     {"max_completion_tokens": 1, "max_tokens": None, "return_token_ids": True},
+    {"stop": "end"},
+    {"stop": ["one", "two"]},
 ]
 NOT_PLAIN: list[dict[str, Any]] = [
     {"max_tokens": "5"},
@@ -471,6 +473,9 @@ NOT_PLAIN: list[dict[str, Any]] = [
     {"ignore_eos": "maybe"},
     {"stop_token_ids": [1, "2"]},
     {"stop_token_ids": 1},
+    {"stop": 1},
+    {"stop": ["one", 2]},
+    {"stop": ["1", "2", "3", "4", "5"]},
     {"use_beam_search": True},
 ]
 
