@@ -190,11 +190,13 @@ def plain(data: dict[str, Any]) -> bool:
         and all(data.get(name) in (None, False, True) for name in ("return_token_ids", "ignore_eos"))
         and _are_ids(data.get("stop_token_ids"))
         and _are_texts(data.get("stop"))
+        and data.get("tool_choice") in TOOL_CHOICES
         and not data.get("use_beam_search")
     )
 
 
 LIMITS = ("max_tokens", "max_completion_tokens")
+TOOL_CHOICES = (None, "auto", "none", "required")  # not a tool by its name, which may be missing among the tools
 MOST_STOPS = 4  # vLLM's default of VLLM_MAX_STOP_STRINGS
 
 

@@ -455,7 +455,7 @@ PLAIN: list[dict[str, Any]] = [
     {},
     {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 5, "min_tokens": 5},
     {"max_completion_tokens": 1, "max_tokens": None, "return_token_ids": True},
-    {"stop": "end"},
+    {"stop": "end", "tool_choice": "required"},
     {"stop": ["one", "two"]},
 ]
 NOT_PLAIN: list[dict[str, Any]] = [
@@ -477,6 +477,8 @@ NOT_PLAIN: list[dict[str, Any]] = [
     {"stop": ["one", 2]},
     {"stop": ["1", "2", "3", "4", "5"]},
     {"use_beam_search": True},
+    {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+    {"tool_choice": "any"},
 ]
 
 
