@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.background.worker_gauges import set_worker_gauges
 from warmfleet.background.worker_words import remedy, why
 from warmfleet.errors import FleetUnavailable, NoWorker, WarmfleetError
-from warmfleet.fleet import LedgerView, Line, Memory, Question, Truth, WorkerTruth, WorkerView, new_reservation
+from warmfleet.fleet import LedgerView, Line, Memory, Question, Split, Truth, WorkerTruth, WorkerView, new_reservation
 from warmfleet.pools.identified_prompt import identify_here
 from warmfleet.pools.pairing import pairing, pairs_in_words, roles_in_words
 from warmfleet.pools.reasons import (
@@ -26,6 +26,7 @@ from warmfleet.pools.reasons import (
 from warmfleet.pools.ttft_window import SHOWN
 from warmfleet.routing.decider import nobody
 from warmfleet.routing.pool_choice import HOMES, MOST_ASKED, Offer, at_once, best, prices, turn_s
+from warmfleet.routing.prefills import unfit
 from warmfleet.routing.sessions import session_of
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def replica_facts(view: ReplicaView) -> dict[str, Any]:
 class Inquiry:
     """The request that ``/explain`` asks about. flow, priority: its tenant and priority in the fair queue.
 
-    form: of its path; empty if this replica has no ledger of sessions.
+    form: of its path. has_ledger: this replica has a ledger of sessions.
     """
 
     form: str
@@ -184,6 +185,7 @@ class Inquiry:
     hints: Hints
     flow: bytes
     priority: int
+    has_ledger: bool
 
 
 async def explain(model: ServedModel, pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
@@ -365,13 +367,15 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         tenant=inquiry.flow,
         priority=inquiry.priority,
         barred=prompt.unable_workers,
-        session=session_of(inquiry.form, inquiry.flow, hints, request, prompt),
+        session=session_of(inquiry.form, inquiry.flow, hints, request, prompt) if inquiry.has_ledger else b"",
+        split=_split(pool, inquiry, prompt),
     )
     chosen, why, seen = await pool.fleet.queue.consider(question)
     block_tokens = {chain.scheme_id: chain.block_tokens for chain in prompt.chains}
     of_worker = {worker.worker_id: block_tokens.get(worker.load.scheme, 0) for worker in pool.view.workers}
     rows, candidates = [], seen.candidates
     most_s = pool.fleet.constants.sessions.held_max_ms / 1_000
+    cheapest = min(seen.ways, key=lambda way: way.cost_s, default=None)
     for candidate in candidates:
         size = of_worker.get(candidate.worker_id, 0)
         blocks = candidate.matched_tokens // size if size else 0
@@ -386,6 +390,13 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
         "held": held_in_words(seen.hold, most_s, first=not request.goes_on) if seen.hold else None,
         "queue": await _line(pool) if seen.waits else None,
         "chosen": chosen,
+        "prefill": cheapest.worker_id if cheapest is not None and cheapest.partner_id == chosen else "",
         "ways": [way._asdict() for way in seen.ways],
         "candidates": rows,
     }
+
+
+def _split(pool: Pool, inquiry: Inquiry, prompt: IdentifiedPrompt) -> Split:
+    if pool.view.splits is None:
+        return Split.ROLES_IGNORED
+    return Split.FORBIDDEN if unfit(inquiry.request, inquiry.form, prompt, pool.view.splits) else Split.ALLOWED

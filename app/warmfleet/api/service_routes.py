@@ -163,8 +163,8 @@ class ServiceRoutes:
         pool = await self._pools.find(asked.model)
         model = self._pools.served[pool.name]
         priority = requests.priority(asked) if self._settings.queue_priority else 0
-        form = known.form if self._settings.session_wait_max_s else ""
-        inquiry = fleet_status.Inquiry(form, asked, hints, flow, priority)
+        has_ledger = self._settings.session_wait_max_s > 0
+        inquiry = fleet_status.Inquiry(known.form, asked, hints, flow, priority, has_ledger=has_ledger)
         return JSONResponse(await fleet_status.explain(model, pool, inquiry))
 
     async def favicon(self, _request: HTTPRequest) -> Response:

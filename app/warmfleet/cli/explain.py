@@ -120,7 +120,8 @@ def parts_of(answer: dict[str, Any]) -> list[Part]:
     if answer["policy"] == "cost":
         parts += _parts_of_costs(answer, rows)
     if answer["chosen"]:
-        would = f"would go to {answer['chosen']} ({answer['because']})"
+        prompt_at = f", its prompt first to {answer['prefill']}" if answer.get("prefill") else ""
+        would = f"would go to {answer['chosen']}{prompt_at} ({answer['because']})"
         if (held := answer.get("held")) is not None:
             line = f"{held['ahead']} sessions before it, about {held['predicted_s']:.0f} s"
             fate = "refused: the caches have no" if held["refused"] else "held until the caches have"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
     from warmfleet.pools.pairing import Splits
     from warmfleet.pools.pool import Pool
+    from warmfleet.prompt.request import Request
     from warmfleet.routing.booking import Booking
     from warmfleet.routing.call import Job
     from warmfleet.routing.prefill_booking import PrefillBooking
@@ -63,15 +64,17 @@ ONE_TOKEN = {
 }
 
 
-def unfit(job: Job, prompt: IdentifiedPrompt, splits: Splits) -> bool:
-    """Return whether one engine must serve this job: because of its form, or because its token ids are not known."""
-    request = job.request
-    if job.alone or prompt.kind != "exact" or prompt.prompt_count != 1 or request.samples != 1:
+def unfit(request: Request, form: str, prompt: IdentifiedPrompt, splits: Splits) -> bool:
+    """Return whether one engine must serve this request: because of its fields, or of token ids that are not known.
+
+    form: of its path.
+    """
+    if prompt.kind != "exact" or prompt.prompt_count != 1 or request.samples != 1:
         return True
     if request.unforeseen or request.text_only or not request.from_json or request.dialect != "chat":
         return True
     known = len(prompt.prompts) == 1 and prompt.prompts[0].tokens > 0  # not so with images
-    return not known or job.call.path.form not in splits.endpoints
+    return not known or form not in splits.endpoints
 
 
 class Prefills:

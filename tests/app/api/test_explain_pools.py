@@ -93,7 +93,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
         view = SimpleNamespace(token_s=0.001, token_s_of=lambda _: 0.001, workers=[SimpleNamespace(misnamed=False)])
         for home in pools:
             home.view, home.name = view, "m"
-        inquiry = Inquiry("", cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0)
+        inquiry = Inquiry("", cast("Any", SimpleNamespace(model="m", labels=())), NO_HINTS, b"", 0, has_ledger=False)
         return await explain(cast("Any", model), pools[0], inquiry)
 
     async def identified(*_: object) -> None:

@@ -142,6 +142,13 @@ async def test_one_engine_serves_a_request_that_two_cannot(fleet: SplitFleet) ->
     await fleet.given_back()
 
 
+async def test_explain_tells_both_engines(fleet: SplitFleet) -> None:
+    for body, prefill in ((COMPLETION, "p0.0"), (COMPLETION | {"n": 2}, "")):
+        told = json.loads((await fleet.router.post(body | {"model": fleet.model}, "/explain"))[2])
+        assert (told["chosen"], told["prefill"]) == ("d0.0", prefill)
+        assert bool(told["ways"]) == bool(prefill)
+
+
 async def test_a_gateway_gets_one_engine(fleet: SplitFleet) -> None:
     status, _, said = await fleet.router.post(COMPLETION, "/route?endpoint=/v1/completions")
     assert (status, json.loads(said)["worker"]) == (200, "d0.0")
