@@ -16,7 +16,9 @@ from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
 from warmfleet.fleet.bookings import Bookings
+from warmfleet.pools.outliers import Judged, Outliers
 from warmfleet.routing import prefill_booking, prefills
+from warmfleet.routing.transfer_params import PrefillFailed
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
 from warmfleet_loadtest.simulator.scheduler import Leg
@@ -202,6 +204,24 @@ async def test_a_prefill_engine_that_hangs_is_not_waited_for(
     assert await fleet.results() == {"late": 1, "unfit": 1, "cheaper": 1}, "it is avoided for a moment"
     await fleet.prefill[0].order(resume=True)
     await fleet.given_back()
+
+
+async def test_hedging_blames_no_decode_engine_for_the_prefill_engine(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blamed: list[str] = []
+    monkeypatch.setattr(Outliers, "failed", lambda _, judged: blamed.append(judged.worker_id))
+
+    async def fails(*_: object) -> bytes:
+        await asyncio.sleep(0.3)
+        raise PrefillFailed("failed", "it has died", Judged("p0.0", trial=False))
+
+    monkeypatch.setattr(prefills.Prefills, "body", fails)
+    async with split_fleet(valkey_url, model, decode=2, speed="4", hedge_after_s=0.05) as fleet:  # half a second
+        await fleet.busy()
+        await served(fleet)
+        assert await fleet.router.metric('warmfleet_hedged_streams_total{result="won"}') == 1
+    assert blamed == ["p0.0"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from warmfleet.errors import NoWorker, UpstreamGone
 from warmfleet.fleet import Decision
 from warmfleet.routing.attempt import Attempt
+from warmfleet.routing.transfer_params import PrefillFailed
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from warmfleet.fleet.bookings import Outcome
     from warmfleet.metrics import Metrics
+    from warmfleet.pools.outliers import Judged
     from warmfleet.routing.call import Job
     from warmfleet.routing.client_answer import ClientAnswer
     from warmfleet.routing.pool_choice import PoolChoice
@@ -119,8 +121,11 @@ class Hedging:
         second = race.run(other, self._second(job, other, race.answer))
         await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
         failed = race.winner is None and first.done()
+        to_blame: Decision | Judged | None = decision
         if failed:
             error = first.exception()
+            if isinstance(error, PrefillFailed):
+                to_blame = error.to_blame
             if isinstance(error, UpstreamGone) and error.warns_others:
                 attempt.chosen.worker_failed()
             attempt.release("failed")
@@ -133,8 +138,8 @@ class Hedging:
         outcome = await second
         if outcome == "finished" and other.chosen.decision is not None:
             other.chosen.pool.outliers.served(other.chosen.decision)
-            if failed:
-                attempt.chosen.pool.outliers.failed(decision)
+            if failed and to_blame is not None:
+                attempt.chosen.pool.outliers.failed(to_blame)
         return "failed" if failed else "cancelled"
 
     async def _second(self, job: Job, attempt: Attempt, answer: ClientAnswer) -> Outcome:
