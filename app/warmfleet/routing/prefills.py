@@ -162,7 +162,8 @@ class Prefills:
         except UpstreamError as error:
             if not isinstance(error, UpstreamGone) or error.warns_others:
                 pool.avoid(engine.worker_id)
-            raise PrefillFailed("failed", error.message, judged) from error
+            died = isinstance(error, UpstreamGone) and not error.refused
+            raise PrefillFailed("failed", error.message, judged, died=died) from error
         finally:
             response.close()  # an engine that is still at work stops, and keeps no blocks
         params = handover.second(response.status, answer, booking.prompt.prompt_tokens, judged)

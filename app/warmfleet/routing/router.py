@@ -132,8 +132,7 @@ class Router:
         worker_id = "" if prefill is None else prefill.engine.worker_id
         logger.info("%s does not compute a prompt for another engine (%s): %s", worker_id, error.result, error)
         job.call.record.event("retry", **{"warmfleet.worker": worker_id, "error.type": f"prefill_{error.result}"})
-        if error.to_blame is not None:
-            retries.to_blame = (*retries.to_blame, (pool, error.to_blame))
+        retries.prefill_failed(pool, error)
         return job.admitted_in(attempt.chosen).as_of_now()._replace(alone=True)
 
     async def prepare(self, call: Call) -> Job:

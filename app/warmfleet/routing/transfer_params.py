@@ -30,11 +30,12 @@ class PrefillFailed(Exception):  # noqa: N818  a condition, as in ``errors``
     """The chosen worker does not get the prompt from the other engine, and the client has got nothing.
 
     result: for the metrics. to_blame: the engine that failed, which gets the blame if another one serves the request;
-    not one that was late, because under overload all are.
+    not one that was late, because under overload all are. died: it died with the request, which may be the cause.
     """
 
-    def __init__(self, result: Result, why: str, to_blame: Judged | None = None) -> None:
+    def __init__(self, result: Result, why: str, to_blame: Judged | None = None, *, died: bool = False) -> None:
         super().__init__(why)
+        self.died = died
         self.result = result
         self.to_blame = to_blame
 
@@ -55,7 +56,8 @@ class Handover(NamedTuple):
         if status != 200:
             dead = engine_death.is_reported_in(answer)
             own = status >= 500 or status == 429  # else the request's fault: clients must not have an engine ejected
-            raise PrefillFailed("failed" if dead else "refused", f"it answered {status}", judged if own else None)
+            why = f"it answered {status}"
+            raise PrefillFailed("failed" if dead else "refused", why, judged if own else None, died=dead)
         try:
             whole = orjson.loads(answer)
             if whole["usage"]["prompt_tokens"] != prompt_tokens:

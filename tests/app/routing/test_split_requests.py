@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
-from tests.support.engines.transferring import CONSUMER, PRODUCER
+from tests.support.engines.transferring import CONSUMER, PRODUCER, Transferring
 from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
 
@@ -222,6 +222,28 @@ async def test_hedging_blames_no_decode_engine_for_the_prefill_engine(
         await served(fleet)
         assert await fleet.router.metric('warmfleet_hedged_streams_total{result="won"}') == 1
     assert blamed == ["p0.0"]
+
+
+async def test_a_request_that_kills_its_engines_is_stopped(
+    valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death of the prefill engine counts."""
+    killed: list[Transferring] = []
+
+    def dies_of(one: Transferring) -> Callable[..., Any]:
+        async def submit(*_: object) -> None:
+            killed.append(one)
+            one.engine.die()
+            await asyncio.Event().wait()
+
+        return submit
+
+    async with split_fleet(valkey_url, model, decode=2) as fleet:
+        await fleet.busy()
+        for one in (*fleet.prefill, *fleet.decode):
+            monkeypatch.setattr(one.engine.core, "submit", dies_of(one))
+        status, _, _ = await fleet.router.post(COMPLETION)
+        assert (status, len(killed), killed[0]) == (502, 2, fleet.prefill[0])
 
 
 @pytest.mark.parametrize("stream", [False, True])

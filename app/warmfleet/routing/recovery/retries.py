@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.outliers import Judged
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
+    from warmfleet.routing.transfer_params import PrefillFailed
 
 MAX_ATTEMPTS = 4  # most attempts, at different workers that take the request, before an answer's first byte
 MAX_GONE = 16  # most attempts at workers that are dead already or do not know the model, which cost no work
@@ -108,6 +109,12 @@ class Retries:
             self._attempts_left -= 1
             self.pause_s = MOMENT_S if self._deaths >= MAX_DEATHS else 0.0
         self.failed_workers = (*self.failed_workers, decision.worker_id)
+
+    def prefill_failed(self, pool: Pool, error: PrefillFailed) -> None:
+        """Note that another engine than the worker failed to compute the prompt."""
+        self._deaths += error.died
+        if error.to_blame is not None:
+            self.to_blame = (*self.to_blame, (pool, error.to_blame))
 
     @property
     def _too_much(self) -> bool:
