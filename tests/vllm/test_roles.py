@@ -35,13 +35,15 @@ pytestmark = [
 
 LEASE_S = 60
 NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
-NIXL |= {"kv_connector_extra_config": {"kv_lease_duration": LEASE_S, "num_threads": 0}}  # type: ignore[dict-item]
 
 
-def options(redis_url: str, name: str, role: str, port: int, device: str = "cpu") -> EngineOptions:
+def options(
+    redis_url: str, name: str, role: str, port: int, device: str = "cpu", lease_s: int = LEASE_S
+) -> EngineOptions:
     environment = {"UCX_TLS": "tcp,self,sm", "TORCHDYNAMO_DISABLE": "1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), **SLEEPS}
-    arguments = ("--kv-transfer-config", json.dumps(NIXL | {"kv_role": role, "kv_buffer_device": device}))
+    extra = {"kv_connector_extra_config": {"kv_lease_duration": lease_s, "num_threads": 0}}
+    arguments = ("--kv-transfer-config", json.dumps(NIXL | extra | {"kv_role": role, "kv_buffer_device": device}))
     return EngineOptions(redis_url, worker_id=name, arguments=arguments, environment=environment)
 
 
