@@ -196,8 +196,8 @@ class Metrics:
         self.splits = self._counter(
             "split_requests",
             "Requests of pools with prefill and decode engines: `split` over two; decided for one because that was "
-            "`cheaper`, the request is `unfit`, or the pool has `no_pair`; decided anew because the prefill engine "
-            "`failed`, `refused` or was `late`, or the request turned out `unfit`",
+            "`cheaper`, the request or the policy is `unfit`, or the pool has `no_pair`; decided anew because the "
+            "prefill engine `failed`, `refused` or was `late`, or the request turned out `unfit`",
             "result model",
         )
         self.log_lines_dropped = self._counter(

@@ -25,6 +25,7 @@ OTHERS = {"prefill": ("decode", "kv_consumer"), "decode": ("prefill", "kv_produc
 #: What routers do with the pairs.
 SPLIT = "requests may be split over them"
 NOT_SPLIT = "requests are not split over them: only over NIXL that pulls, and Mooncake without sliding windows"
+BY_POLICY = "requests are not split over them: only the policy cost does that"
 WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
 #: Least lease of a prefill engine, in seconds. Nothing extends it before a pair's first handshake, which may take 9 s.
 #: With NIXL, a decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
@@ -180,19 +181,21 @@ def _host(worker: WorkerView) -> str:
         return worker.url
 
 
-def use_of_pairs(found: Pairing, *, able: bool = True) -> str:
-    """Tell what routers do with the pairs. able: some pair takes token ids."""
-    if found.pairs and not found.splitting:
+def use_of_pairs(found: Pairing, *, able: bool = True, policy: str = "cost") -> str:
+    """Tell what routers do with the pairs. able: some pair takes token ids. policy: in force."""
+    if not found.pairs:
+        return SPLIT
+    if not found.splitting:
         return NOT_SPLIT
-    return SPLIT if able or not found.pairs else WITHOUT_IDS
+    return WITHOUT_IDS if not able else SPLIT if policy == "cost" else BY_POLICY
 
 
-def pairs_in_words(found: Pairing, *, able: bool = True) -> dict[str, int | str] | None:
-    """Count the engines by role, and their pairs; None without an engine that has a role. able: some pair takes ids."""
+def pairs_in_words(found: Pairing, *, able: bool = True, policy: str = "cost") -> dict[str, int | str] | None:
+    """Count the engines by role, and their pairs; None without an engine that has a role. Further: ``use_of_pairs``."""
     if not found.roles:
         return None
     counts = {role: len(found.having(role)) for role in ("prefill", "decode", "both")}
-    return {**counts, "pairs": len(found.pairs), "told": use_of_pairs(found, able=able)}
+    return {**counts, "pairs": len(found.pairs), "told": use_of_pairs(found, able=able, policy=policy)}
 
 
 def roles_in_words(found: Pairing) -> dict[str, dict[str, Any]]:

@@ -144,6 +144,12 @@ async def test_one_engine_serves_a_request_that_two_cannot(fleet: SplitFleet) ->
     await fleet.given_back()
 
 
+async def test_other_policies_take_one_engine(valkey_url: str, model: str) -> None:
+    async with split_fleet(valkey_url, model, policy="round_robin") as fleet:
+        assert (await served(fleet))["x-warmfleet-worker"] == "d0.0"
+        assert await fleet.results() == {"unfit": 1}
+
+
 async def test_explain_tells_both_engines(fleet: SplitFleet) -> None:
     for body, prefill in ((COMPLETION, "p0.0"), (COMPLETION | {"n": 2}, "")):
         told = json.loads((await fleet.router.post(body | {"model": fleet.model}, "/explain"))[2])

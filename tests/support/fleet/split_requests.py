@@ -13,7 +13,7 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
 from warmfleet.fleet import Question, new_reservation
-from warmfleet.pools.pairing import SPLIT
+from warmfleet.pools.pairing import BY_POLICY, SPLIT
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.step_costs import load_costs
@@ -132,7 +132,8 @@ async def split_fleet(
 
         async def paired() -> bool:
             told = json.loads((await router.get("/workers"))[1])["models"][0]["pairs"]
-            return bool(told["pairs"] == wanted and (told["told"] == SPLIT or not wanted))
+            use = SPLIT if settings.get("policy", "cost") == "cost" else BY_POLICY
+            return bool(told["pairs"] == wanted and (told["told"] == use or not wanted))
 
         await poll(paired, 30, f"{wanted} pairs")
         fleet = SplitFleet(router, producers, consumers, model)
