@@ -56,8 +56,8 @@ ONE_TOKEN = {
     "stream": b"false",
     "stream_options": b"null",
     "return_token_ids": b"false",
-    # A token that ends the answer frees the blocks at once, or, if a text of ``stop`` is in it, leaves them with the
-    # engine until its lease ends, though it reports that the answer was stopped.
+    # With Mooncake a token that ends the answer frees the blocks at once, and a text of ``stop`` in it leaves them with
+    # the engine until its lease ends, though it reports that the answer was stopped.
     "ignore_eos": b"true",
     "stop_token_ids": b"null",
     "stop": b"null",

@@ -62,9 +62,10 @@ class Handover(NamedTuple):
             whole = orjson.loads(answer)
             if whole["usage"]["prompt_tokens"] != prompt_tokens:
                 raise PrefillFailed("refused", "it computed another prompt", judged)
-            if whole["choices"][0]["finish_reason"] != "length":
-                raise PrefillFailed("unfit", "the first token ended its answer, and then vLLM keeps no blocks")
-            params = whole["kv_transfer_params"] if self.transfer.library == "NIXL" else self._mooncake(whole["usage"])
+            nixl, at_length = self.transfer.library == "NIXL", whole["choices"][0]["finish_reason"] == "length"
+            params = whole["kv_transfer_params"] if nixl else self._mooncake(whole["usage"])
+            if not at_length and (params is None or not nixl):
+                raise PrefillFailed("unfit", "its token ended the answer, and then vLLM keeps no blocks")
             if params["do_remote_prefill"] is not True:
                 raise PrefillFailed("refused", "it keeps no blocks", judged)
             return orjson.dumps(params)

@@ -162,6 +162,14 @@ def test_the_doctor_says_who_pairs_and_each_reason_once() -> None:
     )
 
 
+def test_a_lease_far_longer_than_routers_count_is_noted() -> None:
+    """Mooncake's default is 480 s."""
+    [_, noted] = fleet_checks.pairs([worker("p", replace(P, lease_s=61)), worker("d", D)])
+    assert noted.state is State.NOTE
+    assert noted.detail == "blocks of requests whose clients leave stay with p for more than 60 s"
+    assert "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT" in noted.remedy
+
+
 def test_few_decode_engines_are_noted_where_prefill_engines_serve_nothing_alone() -> None:
     prefill, decode = [worker(f"p{n}", P) for n in range(3)], [worker(f"d{n}", D) for n in range(3)]
     _, noted = fleet_checks.pairs([*prefill, *decode[:2]])

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 UNREAD_S = 5.0  # longest time in which no replica reads the streams of cache events; each reads once a second or more
 LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
+LONG_LEASE_S = 60
 GAP_S = 0.1  # longest time without a token of an answer that is no note; readers notice more
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
@@ -298,7 +299,7 @@ def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
             f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use_of_pairs(found)}"
         )
         findings.append(ok("pairs", text))
-    findings += _few_decode_engines(found)
+    findings += _few_decode_engines(found) + _long_leases(workers, found)
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():
         for obstacle in obstacles:
@@ -325,9 +326,25 @@ def _few_decode_engines(found: Pairing) -> list[Finding]:
         note(
             "pairs",
             f"decode engines are fewer ({len(decode)}) than prefill engines ({len(prefill)}), which serve nothing"
-            " alone, so few caches must hold the contexts of all answers: in simulation choosing which requests to"
-            " split is slower there than splitting all, from .7 busy at 6 and 2 engines, from .85 at 5 and 3",
+            " alone, so few caches must hold the contexts of all answers: in simulation most first tokens are late"
+            " from .7 busy at 6 and 2 engines, from .85 at 5 and 3",
             f'give prefill engines "kv_role": "kv_both" in {CONFIG}, or start decode engines',
+        )
+    ]
+
+
+def _long_leases(workers: Sequence[WorkerView], found: Pairing) -> list[Finding]:
+    """Note prefill engines that keep blocks which nobody takes for much longer than routers count them."""
+    giving = {prefill for prefill, _ in found.splitting}
+    told = [(one.worker_id, one.transfer) for one in workers if one.worker_id in giving]
+    names = [worker_id for worker_id, transfer in told if transfer and transfer.lease_s > LONG_LEASE_S]
+    if not names:
+        return []
+    return [
+        note(
+            "pairs",
+            f"blocks of requests whose clients leave stay with {in_short(names)} for more than {LONG_LEASE_S} s",
+            f"set VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (NIXL: kv_lease_duration) to {LONG_LEASE_S}",
         )
     ]
 
