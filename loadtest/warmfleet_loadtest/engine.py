@@ -4,8 +4,7 @@
     python -m warmfleet_loadtest.engine --count 4 --port 8001 \\
         --redis unix:///tmp/store.sock                                    # four engines that join a fleet
     python -m warmfleet_loadtest.engine --step-time fit.json --blocks 4096    # step times from a calibration
-    python -m warmfleet_loadtest.engine --kv-transfer-config \\
-        '{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}'         # computes prompts for other engines
+    python -m warmfleet_loadtest.engine --kv-role kv_producer             # computes prompts for other engines
 
 Then: curl http://127.0.0.1:8001/v1/completions -H 'content-type: application/json' \\
           -d '{"model": "demo", "prompt": "Once upon a time", "max_tokens": 8}'
@@ -37,7 +36,7 @@ from warmfleet_loadtest.simulator.fleet_membership import Halves, Membership
 from warmfleet_loadtest.simulator.plugin_pool import PluginPool
 from warmfleet_loadtest.simulator.scheduler import Limits, Scheduler
 from warmfleet_loadtest.simulator.step_costs import PRESETS, StepCosts, load_costs
-from warmfleet_loadtest.simulator.transfers.config import Link, read_config
+from warmfleet_loadtest.simulator.transfers.config import ROLES, Link, config_of_role, read_config
 from warmfleet_loadtest.simulator.transfers.engine_side import Transfers
 from warmfleet_loadtest.simulator.transfers.faults import Faults
 from warmfleet_loadtest.simulator.transfers.scheduler import TransferScheduler
@@ -253,11 +252,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def transfer_config(args: argparse.Namespace) -> TransferConfig | None:
     """Return how the engine hands blocks to others. Raises ValueError if no engine can."""
-    if not args.kv_transfer_config:
+    if not args.kv_transfer_config and not args.kv_role:
         return None
     if args.mode == "fcfs":
-        raise ValueError("--kv-transfer-config needs --mode step")
+        raise ValueError("--kv-role and --kv-transfer-config need --mode step")
     link = Link(args.kv_gbit * 1e9 / 8 / args.time_scale, 0.005 * args.time_scale, token_bytes=args.kv_token_bytes)
+    if args.kv_role:
+        return config_of_role(args.kv_role, link, args.kv_version)
     return read_config(args.kv_transfer_config, link, args.kv_version)
 
 
@@ -336,13 +337,20 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
 
 def _add_transfers(made: argparse.ArgumentParser) -> None:
     """Add the options of engines that hand the blocks of prompts to one another."""
-    add = made.add_argument_group("prefill and decode on different engines").add_argument
+    group = made.add_argument_group("prefill and decode on different engines")
     config_help = (
         "as vLLM's, with NixlConnector or MooncakeConnector: kv_role kv_producer, kv_consumer or kv_both, "
         "kv_load_failure_policy, engine_id and kv_connector_extra_config.kv_lease_duration; VLLM_NIXL_SIDE_CHANNEL_HOST"
         ", _PORT and VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT as for vLLM, but the default port is any free one"
     )
-    add("--kv-transfer-config", metavar="JSON", default="", help=config_help)
+    role = group.add_mutually_exclusive_group()
+    role.add_argument(
+        "--kv-role",
+        choices=ROLES,
+        help="short for NixlConnector with this kv_role and kv_load_failure_policy recompute",
+    )
+    role.add_argument("--kv-transfer-config", metavar="JSON", default="", help=config_help)
+    add = group.add_argument
     link = Link()
     gbit = link.bytes_per_s * 8 / 1e9
     add("--kv-gbit", type=float, default=gbit, help="Gbit/s of an engine's link (default %(default)s)")

@@ -6,6 +6,7 @@
     make loadtest ARGS="--arrivals burst --rate 6"                     # constant, poisson, burst, ramp, diurnal
     make loadtest ARGS="--mix chat=1 --events none"                    # conversations only, and nothing comes or goes
     make loadtest ARGS="--trace agents --duration 120"                 # a trace instead of generated sessions
+    make loadtest ARGS="--prefill 2"                                   # two of the engines compute prompts of others
     make loadtest ARGS="--web"                                         # Locust's web page instead of a timed run
     make loadtest ARGS="--rate 100 --processes 2 --step-time fast"     # Locust in two processes
 
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         events = events_of(options.events)
+        _check_roles(options)
         plan_of(_locust_options(options))
     except ValueError as error:
         parser.error(str(error))
@@ -112,7 +114,8 @@ def _run(fleet: str, options: argparse.Namespace, events: Sequence[Event]) -> Fl
 
 def _start(stack: LocustStack) -> None:
     before = "" if stack.fleet == AFFINITY else f"a store, {stack.size.replicas} router replicas, "
-    print(f"{stack.fleet}: starting {before}{stack.size.engines} simulated engines and haproxy ...", flush=True)
+    roles = f" ({stack.size.prefill} for prefill)" if stack.size.prefill else ""
+    print(f"{stack.fleet}: starting {before}{stack.size.engines} simulated engines{roles} and haproxy ...", flush=True)
     stack.start()
 
 
@@ -146,7 +149,8 @@ def drive(stack: LocustStack, options: argparse.Namespace, events: Sequence[Even
         status = locust.wait(timeout=FINISH_S)
     except subprocess.TimeoutExpired as error:
         raise StackError(f"Locust did not end:\n{stack.tail('locust')}") from error
-    return FleetRun(stack.fleet, lasted, _read(target), tuple(marks), sessions, spent, status)
+    ended = FleetRun(stack.fleet, lasted, _read(target), tuple(marks), sessions, spent, status)
+    return replace(ended, roles=stack.roles(), transfers=stack.transfers())
 
 
 def _happen(stack: LocustStack, event: Event) -> str:
@@ -239,6 +243,12 @@ def events_of(text: str) -> list[Event]:
     return events
 
 
+def _check_roles(options: argparse.Namespace) -> None:
+    """Raise ValueError if no engine is left that decodes."""
+    if not 0 <= options.prefill < options.engines:
+        raise ValueError(f"--prefill {options.prefill}: leave at least one of the {options.engines} engines to decode")
+
+
 def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
     added = [event.kind for event in events if event.action == "add"]
     return Size(
@@ -248,6 +258,7 @@ def _size(options: argparse.Namespace, events: Sequence[Event]) -> Size:
         options.step_time,
         spare_replicas=added.count("replica"),
         spare_engines=added.count("engine"),
+        prefill=options.prefill,
     )
 
 
@@ -286,6 +297,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("fleet").add_argument
     add("--replicas", type=int, default=3, help="of the router (default %(default)s)")
     add("--engines", type=int, default=8, help="simulated ones (default %(default)s)")
+    prefill = (
+        "of the engines compute prompts for the others, which decode; 0 = engines have no roles (default %(default)s)"
+    )
+    add("--prefill", type=int, default=0, metavar="N", help=prefill)
     add("--blocks", type=int, default=2_048, help="of 16 tokens, per engine (default %(default)s)")
     add("--step-time", default="demo", help="speed of an engine (see engine --help; default %(default)s)")
     events = "processes that come and go, by percent of the run; kill is SIGKILL, stop is SIGTERM (default %(default)s)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BEGAN = 1_000.0
+ROLES = {"prefill-1": "prefill", "decode-1": "decode"}
+MOVED = {"transfers": 2, "bytes": 3e8, "seconds": 0.05, "failed_transfers": 0, "recomputed": 1}
 PLAN = Plan({"chat": 1.0}, "poisson", 1.0, 100.0, "1", 1, BEGAN)
 KILL = Mark(30.0, "kill", "replica-1")
 STOP = Mark(60.0, "stop", "engine-1")
@@ -30,10 +33,11 @@ def run(tally: Tally | None = None, **more: Any) -> FleetRun:
     return FleetRun("warmfleet", 100.0, summary, **fields | more)
 
 
-def counted(reservation: str = "booked", requests: int = 100) -> Tally:
+def counted(reservation: str = "booked", requests: int = 100, split: int = 0) -> Tally:
     tally = Tally()
     for second in range(requests):
-        headers = {"x-warmfleet-worker": "w1", "x-warmfleet-reservation": reservation}
+        headers = {"x-warmfleet-worker": "decode-1.0", "x-warmfleet-reservation": reservation}
+        headers |= {"x-warmfleet-prefill-worker": "prefill-1.0"} if second < split else {}
         tally.sent("chat", BEGAN + second)
         answer = Answer(1.0, "text", [0.01], 100, 50, 3, headers)
         tally.answered("chat", answer, Timing(0.0, 0.1, 0.2), BEGAN + second)
@@ -69,6 +73,8 @@ def test_a_run_whose_breaks_all_follow_what_was_taken_away_passes() -> None:
         (run(counted("fallback", 30)), "30 of 30 requests"),
         (run(sessions={"replica-1": 4, "replica-4": 0}), "the added replica-4 got no traffic"),
         (run(locust_status=1), "Locust ended with 1"),
+        (run(roles=ROLES, transfers=MOVED | {"wrong_answers": 2}), "2 answers from wrong blocks"),
+        (run(roles=ROLES, transfers=MOVED | {"violations": 1}), "1 transfers asked for wrongly"),
     ],
 )
 def test_what_fails_a_run(bad: FleetRun, message: str) -> None:
@@ -111,6 +117,33 @@ def test_the_description_hides_nothing() -> None:
     assert "replica-1 killed at 30 s, replica-4 added at 50 s, engine-1 stopped at 60 s" in text
 
 
+def test_both_steps_of_split_requests_are_told(tmp_path: Path) -> None:
+    found = run(counted(split=20), roles=ROLES, transfers=MOVED)
+
+    page = save_report(tmp_path, [found])
+
+    told = [
+        "20 of 100 requests (20.0%), TTFT p50 100 ms, p99 100 ms",
+        "prefill-1 20 (first steps of split requests)",
+        "decode-1 20 (second steps)",
+        "prefill-1 0, decode-1 80 (requests not split), TTFT p50 100 ms",
+        "2, 150 MB and 25 ms each; 0 failed, 1 prompts computed again",
+    ]
+    assert verdict(found) == []
+    for text in told:
+        assert text in describe(found)
+        assert text in page.read_text()
+    saved = json.loads((tmp_path / "figures.json").read_text())["warmfleet"]["split"]
+    assert (saved["split"], saved["engines"]["prefill-1"]["prefill"], saved["transfers"]) == (20, 20, MOVED)
+
+
+def test_a_fleet_with_roles_says_that_nothing_was_split() -> None:
+    text = describe(run(roles=ROLES, transfers={"transfers": 0}))
+
+    assert "0 of 100 requests (0.0%)" in text
+    assert "transfers none" in text
+
+
 def test_figures_leave_the_warm_up_out_but_count_its_failures() -> None:
     tally = Tally()
     for second, cached in (5, 0), (50, 80):
@@ -138,3 +171,5 @@ def test_the_report_has_figures_and_plots_with_names_units_and_marks(tmp_path: P
     assert "<!-- seconds from the first arrival -->" in plot
     assert "<!-- warmfleet, p90 -->" in (tmp_path / "ttft.svg").read_text()
     assert (tmp_path / "figures.json").stat().st_size > 500
+    for word in "split", "prefill", "transfers":  # the engines of these fleets have no roles
+        assert word not in page.read_text() + describe(run()) + (tmp_path / "figures.json").read_text()

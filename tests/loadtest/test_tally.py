@@ -6,13 +6,16 @@ import json
 
 import pytest
 
-from warmfleet_loadtest.users.report_figures import ALL, figures, generator, over_time
+from warmfleet_loadtest.users.report_figures import ALL, figures, generator, over_time, split_figures
 from warmfleet_loadtest.users.streaming import Answer
 from warmfleet_loadtest.users.tally import MOST_EVENTS, Tally, Timing, mean, milliseconds, quantile
 
 
-def answer(prompt: int = 100, cached: int = 40, worker: str = "", reservation: str = "booked") -> Answer:
+def answer(
+    prompt: int = 100, cached: int = 40, worker: str = "", reservation: str = "booked", prefill: str = ""
+) -> Answer:
     headers = {"x-warmfleet-worker": worker, "x-warmfleet-reservation": reservation} if worker else {}
+    headers |= {"x-warmfleet-prefill-worker": prefill} if prefill else {}
     return Answer(1.0, "text", [0.01, 0.02], prompt, cached, 3, headers)
 
 
@@ -66,6 +69,32 @@ def test_two_processes_add_up_as_one() -> None:
     assert sorted(master.broken) == sorted(alone.broken)
     assert sorted(master.fallbacks) == sorted(alone.fallbacks)
     assert parts[0].take()["slots"] == {}
+
+
+def test_split_requests_are_counted_at_both_engines_and_apart_from_others() -> None:
+    tally, other = Tally(), Tally()
+    for counted, kind, worker, prefill, ttft_s, at in (
+        (tally, "chat", "decode-1.0", "prefill-1.0", 9.0, 1_000.0),  # in the warm-up
+        (tally, "chat", "decode-1.0", "prefill-1.0", 0.4, 1_010.0),
+        (other, "rag", "decode-2.0", "prefill-1.0", 0.6, 1_010.0),
+        (other, "rag", "decode-2.0", "", 0.1, 1_010.0),
+        (tally, "chat", "decode-2.0", "", 0.4, 1_010.0),
+    ):
+        counted.sent(kind, at)
+        counted.answered(kind, answer(worker=worker, prefill=prefill), timing(ttft_s), at)
+    tally.add(json.loads(json.dumps(other.take())))
+    roles = {"prefill-1": "prefill", "decode-1": "decode", "decode-2": "decode", "decode-3": "decode"}
+
+    found = split_figures(tally, roles, 1_005.0)
+
+    assert (found["split"], found["answered"], found["share"]) == (3, 5, 0.6)
+    assert found["ttft"] == {"split": {"p50": 600, "p99": 600}, "alone": {"p50": 400, "p99": 400}}
+    assert found["engines"] == {
+        "prefill-1": {"role": "prefill", "prefill": 3, "decode": 0, "alone": 0},
+        "decode-1": {"role": "decode", "prefill": 0, "decode": 2, "alone": 0},
+        "decode-2": {"role": "decode", "prefill": 0, "decode": 1, "alone": 2},
+        "decode-3": {"role": "decode", "prefill": 0, "decode": 0, "alone": 0},
+    }
 
 
 def test_single_events_are_bounded() -> None:

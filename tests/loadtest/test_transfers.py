@@ -16,6 +16,7 @@ from tests.support.polling import poll
 
 from warmfleet.fleet import Fleet
 from warmfleet.fleet.client import connect
+from warmfleet_loadtest.engine import parser, transfer_config
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.step_costs import StepCosts
 from warmfleet_loadtest.simulator.transfers.config import Link, read_config
@@ -426,6 +427,21 @@ def test_the_option_reads_as_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_config(json.dumps(told))
     assert (found.role, found.recomputes, found.lease_s, found.host) == ("kv_consumer", True, 6, "10.0.0.1")
     assert not read_config('{"kv_connector": "NixlConnector", "kv_role": "kv_both"}').recomputes
+
+
+def test_a_role_alone_is_short_for_nixl_that_computes_lost_prompts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+    long = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute"}
+    speed = ("--kv-gbit", "10", "--kv-version", "0.33")
+
+    of_role, of_json = (
+        transfer_config(parser().parse_args([*speed, *option]))
+        for option in (("--kv-role", "kv_producer"), ("--kv-transfer-config", json.dumps(long)))
+    )
+
+    assert of_role == of_json
+    assert of_role is not None
+    assert of_role.recomputes
 
 
 @pytest.mark.parametrize(

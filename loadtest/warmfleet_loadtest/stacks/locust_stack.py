@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from warmfleet_loadtest.stacks.processes import (
     StackError,
     answers,
     free_ports,
+    get_json,
     haproxy_binary,
     replica_ready,
     start_haproxy,
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
 
 MODEL = "loadtest"
 WARMFLEET, AFFINITY = "warmfleet", "session-affinity"
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}  # by the word before the number in an engine's name
 SESSION_CONFIG = HAPROXY_CONFIG.with_name("haproxy-session.cfg")
+#: Counters of ``/sim/transfers`` of an engine that are shown; its violations are summed.
+TRANSFER_COUNTS = ("transfers", "bytes", "seconds", "failed_transfers", "recomputed", "wrong_answers")
 WATCH_S = 0.5  # time between two checks that the processes run
 TERMINATE_S = 10.0  # longest time for a process to end by itself
 
@@ -48,7 +53,8 @@ TERMINATE_S = 10.0  # longest time for a process to end by itself
 class Size:
     """The numbers of processes. replicas, engines: at the begin. blocks: in the cache of an engine.
 
-    step_time: a preset of ``step_costs``. spare_replicas, spare_engines: ports for processes that join later.
+    step_time: a preset of ``step_costs``. spare_replicas, spare_engines: ports for processes that join later. prefill:
+    engines that compute prompts for the other ones, which then are decode engines; 0: engines have no roles.
     """
 
     replicas: int = 3
@@ -57,6 +63,13 @@ class Size:
     step_time: str = "demo"
     spare_replicas: int = 1
     spare_engines: int = 1
+    prefill: int = 0
+
+    def engine_names(self) -> list[str]:
+        """Name all engines, by their role if they have roles: first the ones to stop first, last the ones that join."""
+        kind, others = ("decode" if self.prefill else "engine"), self.engines - self.prefill
+        names = [f"{kind}-{place + 1}" for place in range(others + self.spare_engines)]
+        return names[:others] + [f"prefill-{place + 1}" for place in range(self.prefill)] + names[others:]
 
 
 class LocustStack(Processes):
@@ -65,13 +78,15 @@ class LocustStack(Processes):
     def __init__(self, folder: Path, fleet: str = WARMFLEET, size: Size | None = None) -> None:
         super().__init__(folder)
         self.fleet, self.size = fleet, size or Size()
+        if fleet != WARMFLEET:
+            self.size = replace(self.size, prefill=0)  # only a router sends the parts of a request to two engines
         replicas = self.size.replicas + self.size.spare_replicas
-        engines = self.size.engines + self.size.spare_engines
-        ports = iter(free_ports(1 + replicas + engines))
+        engines = self.size.engine_names()
+        ports = iter(free_ports(1 + replicas + len(engines)))
         self.url = f"http://127.0.0.1:{next(ports)}"
         #: Ports by name. haproxy knows all of them from the begin, and uses each as soon as a process answers there.
         self.replicas = {f"replica-{place + 1}": next(ports) for place in range(replicas)}
-        self.engines = {f"engine-{place + 1}": next(ports) for place in range(engines)}
+        self.engines = {name: next(ports) for name in engines}
         self._started: list[str] = []
         self._gone_s: dict[str, float] = {}  # CPU seconds of processes that were stopped, by kind
         self._store = ""
@@ -107,7 +122,27 @@ class LocustStack(Processes):
         engine += ["--model", MODEL, "--blocks", str(self.size.blocks), "--step-time", self.size.step_time]
         if self._store:
             engine += ["--worker-id", name, "--redis", self._store]
+        if role := self.role(name):
+            engine += ["--kv-role", KV_ROLES[role]]
         self.spawn("engines", name, engine)
+
+    def role(self, name: str) -> str:
+        """Return the role of the engine of this name: prefill, decode, or empty in a fleet without roles."""
+        kind = name.split("-")[0]
+        return kind if kind in KV_ROLES else ""
+
+    def roles(self) -> dict[str, str]:
+        """Return the roles of all engines that were started, by name; empty in a fleet without roles."""
+        return {name: role for name in self.engines if name in self._started and (role := self.role(name))}
+
+    def transfers(self) -> dict[str, float]:
+        """Return the sums of what running engines count of the blocks that they move; empty without roles."""
+        found: Counter[str] = Counter()
+        for name in self.roles():
+            counts = get_json(f"http://127.0.0.1:{self.engines[name]}/sim/transfers") or {}
+            found.update({key: counts.get(key, 0) for key in TRANSFER_COUNTS})
+            found["violations"] += sum(counts.get("violations", {}).values())
+        return dict(found)
 
     def start_replica(self, name: str) -> None:
         """Start the replica of this name. Does not wait for it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, generator
+from warmfleet_loadtest.users.report_figures import ALL, by_name, figures, generator, split_figures
 from warmfleet_loadtest.users.tally import Tally
 
 WARM_UP = 0.1  # first share of the run, whose requests count only in sent, answered and failed
@@ -43,7 +43,8 @@ class FleetRun:
     """The results of a run against one fleet.
 
     summary: as Locust's process wrote it. sessions: connections per server behind haproxy. cpu_s: CPU seconds by kind
-    of process. locust_status: Locust's exit status; 1 = requests failed. seconds: how long requests arrived.
+    of process. locust_status: Locust's exit status; 1 = requests failed. seconds: how long requests arrived. roles: of
+    engines by name; empty without prefill engines. transfers: what these engines count of the blocks that they move.
     """
 
     fleet: str
@@ -53,6 +54,8 @@ class FleetRun:
     sessions: dict[str, int] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     locust_status: int = 0
+    roles: dict[str, str] = field(default_factory=dict)
+    transfers: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def tally(self) -> Tally:
@@ -72,6 +75,14 @@ class FleetRun:
             kind: row | {name: whole[kind][name] for name in ("sent", "answered", "failed")}
             for kind, row in found.items()
         }
+
+    @cached_property
+    def split(self) -> dict[str, Any]:
+        """Figures of split requests, without the warm-up in times; empty in a fleet without roles."""
+        if not self.roles:
+            return {}
+        found = split_figures(self.tally, self.roles, self.began + WARM_UP * self.seconds, self.began + self.seconds)
+        return found | {"transfers": self.transfers}
 
     @cached_property
     def generator(self) -> dict[str, Any]:
@@ -96,6 +107,11 @@ def verdict(run: FleetRun) -> list[str]:
         problems.append(f"{fallbacks} of {decided} requests were routed without a decision (fallback)")
     added = [mark.name for mark in run.marks if mark.action == "add" and mark.name in run.sessions]
     problems += [f"the added {name} got no traffic" for name in added if not run.sessions[name]]
+    wrong, violations = run.transfers.get("wrong_answers", 0), run.transfers.get("violations", 0)
+    if wrong or violations:
+        problems.append(
+            f"split requests: {wrong:g} answers from wrong blocks, {violations:g} transfers asked for wrongly"
+        )
     if run.locust_status != 0 and not problems:
         problems.append(f"Locust ended with {run.locust_status}")
     return problems
@@ -169,9 +185,39 @@ def facts(run: FleetRun) -> list[tuple[str, str]]:
     if workers:
         found.append(("workers", _counts(workers)))
         found.append(("decisions", _counts(by_name(tally, "reservation"))))
+    found += _split_facts(run)
     if run.marks:
         found.append(("events", ", ".join(f"{mark.text} at {mark.at_s:.0f} s" for mark in run.marks)))
     return found
+
+
+def _split_facts(run: FleetRun) -> list[tuple[str, str]]:
+    """Return the facts about requests that two engines served; none in a fleet without roles."""
+    if not run.roles:
+        return []
+    found = run.split
+    ttft = {name: f"TTFT p50 {row['p50']:g} ms, p99 {row['p99']:g} ms" for name, row in found["ttft"].items()}
+    engines: dict[str, dict[str, Any]] = found["engines"]
+    steps = {
+        part: {name: row[part] for name, row in engines.items() if part in (row["role"], "alone")}
+        for part in ("prefill", "decode", "alone")
+    }
+    return [
+        ("split", f"{found['split']} of {found['answered']} requests ({found['share']:.1%}), {ttft['split']}"),
+        ("prefill", f"{_counts(steps['prefill'])} (first steps of split requests)"),
+        ("decode", f"{_counts(steps['decode'])} (second steps)"),
+        ("alone", f"{_counts(steps['alone'])} (requests not split), {ttft['alone']}"),
+        ("transfers", _moved(run.transfers)),
+    ]
+
+
+def _moved(counts: dict[str, float]) -> str:
+    """Return the text about blocks that engines moved. counts: those of the engines that ran at the end."""
+    number = counts.get("transfers", 0)
+    if not number:
+        return "none"
+    each = f"{counts['bytes'] / number / 1e6:.0f} MB and {1e3 * counts['seconds'] / number:.0f} ms each"
+    return f"{number:g}, {each}; {counts['failed_transfers']:g} failed, {counts['recomputed']:g} prompts computed again"
 
 
 def describe(run: FleetRun) -> str:

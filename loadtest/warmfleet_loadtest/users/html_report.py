@@ -62,6 +62,7 @@ def save_report(folder: Path, runs: Sequence[FleetRun]) -> Path:
             "problems": verdict(run),
             "warnings": warnings(run),
             "plan": run.summary["plan"],
+            **({"split": run.split} if run.roles else {}),
         }
         for run in runs
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from warmfleet_loadtest.users.tally import SEPARATOR, count, distribution, mean, quantile
 
 if TYPE_CHECKING:
-    from collections import Counter
+    from collections.abc import Mapping
 
     from warmfleet_loadtest.users.tally import Tally
 
@@ -45,6 +46,33 @@ def _of_kinds(counts: Counter[str], kinds: list[str]) -> dict[str, float]:
     }
 
 
+def split_figures(tally: Tally, roles: Mapping[str, str], since: float, until: float = float("inf")) -> dict[str, Any]:
+    """Return the figures of requests that were split over two engines, beside those that an engine served alone.
+
+    roles: of engines by name. Numbers are of the whole run; TTFT, in ms, is counted between the Unix times since and
+    until.
+    """
+    counts, kinds = tally.total(since, until), tally.kinds()
+    split = Counter(dict(distribution(counts, "split_ttft", kinds)))
+    alone = Counter(dict(distribution(counts, "ttft", kinds))) - split
+    prefill, decode, worker = (by_engine(tally, name) for name in ("prefill", "decode", "worker"))
+    answered, number = sum(worker.values()), sum(prefill.values())
+    return {
+        "answered": answered,
+        "split": number,
+        "share": round(number / answered, 4) if answered else 0.0,
+        "ttft": {
+            name: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
+            for name, values in (("split", sorted(split.items())), ("alone", sorted(alone.items())))
+        },
+        "engines": {
+            name: {"role": role, "prefill": prefill[name], "decode": decode[name]}
+            | {"alone": worker[name] - decode[name]}
+            for name, role in roles.items()
+        },
+    }
+
+
 def generator(tally: Tally, seconds: float) -> dict[str, Any]:
     """Return the load generator's own health over a run of ``seconds``.
 
@@ -71,6 +99,14 @@ def generator(tally: Tally, seconds: float) -> dict[str, Any]:
 def by_name(tally: Tally, name: str) -> dict[str, int]:
     """Return the counter ``name`` of the whole run by what it counts, for example ``worker`` by the workers' ids."""
     return dict(sorted(_named(tally.total(), name).items()))
+
+
+def by_engine(tally: Tally, name: str) -> Counter[str]:
+    """Return the counter ``name`` of the whole run, which counts by workers' ids, by the engines' names."""
+    found: Counter[str] = Counter()
+    for worker_id, times in by_name(tally, name).items():
+        found[worker_id.rpartition(".")[0]] += times  # behind the point is the data-parallel rank
+    return found
 
 
 def _named(counts: Counter[str], name: str) -> dict[str, int]:

@@ -65,6 +65,11 @@ class Tally:
             counts[key("reservation", reservation)] += 1
             if reservation == "fallback" and len(self.fallbacks) < MOST_EVENTS:
                 self.fallbacks.append(now)
+        prefill_worker = answer.headers.get("x-warmfleet-prefill-worker")
+        if prefill_worker:  # the request was split: this engine computed the prompt, ``worker`` made the answer
+            counts[key("prefill", prefill_worker)] += 1
+            counts[key("decode", worker)] += 1
+            counts[key("split_ttft", kind, milliseconds(timing.ttft_s, 3))] += 1
 
     def failed(self, kind: str, now: float) -> None:
         self.slot(now)[key("failed", kind)] += 1

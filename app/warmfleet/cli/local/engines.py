@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 TINY_MODEL = Path("models/tiny")
-#: What engines of a role are started with, beside the role. Without the policy, a lost transfer would fail its request.
-KV_TRANSFER = {"kv_connector": "NixlConnector", "kv_load_failure_policy": "recompute"}
 NO_SIMULATOR = (
     "the simulated engines are not installed: run pip install ./worker_plugin './loadtest[demo]' in a checkout of "
     "Warmfleet, or name engines that you already run with `warmfleet up --worker URL`"
@@ -92,8 +89,7 @@ def engine_command(
     # The store's URL may hold a password, and process lists show arguments.
     environment = {"WARMFLEET_REDIS_URL": redis_url, "WARMFLEET_WORKER_ID": name}
     if kv_role:
-        argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER | {"kv_role": kv_role})]
-        environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}  # any free port
+        argv += ["--kv-role", kv_role]
     return argv, environment
 
 

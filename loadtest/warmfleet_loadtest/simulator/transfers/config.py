@@ -65,6 +65,15 @@ class TransferConfig:
         )
 
 
+def config_of_role(role: str, link: Link, version: str) -> TransferConfig:
+    """Return the settings of the engines that `warmfleet up` and `make loadtest` start with a role.
+
+    They are those of ``{"kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}``.
+    Without the policy, a lost transfer would fail its request.
+    """
+    return TransferConfig(role, recomputes=True, version=version, link=link)
+
+
 def read_config(text: str, link: Link | None = None, version: str = "sim") -> TransferConfig:
     """Read the option's JSON, and the side channel's address from vLLM's variables. Raises ValueError."""
     try:

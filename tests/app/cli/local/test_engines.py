@@ -48,7 +48,7 @@ class TestEngineCommands:
         assert found is not None
         assert (found.role, found.recomputes) == ("kv_producer", True)
         argv, _environment = engine_command(EngineOptions(), "sim-1", 9, "redis://h", EngineOptions().kv_role(1))
-        assert "--kv-transfer-config" not in argv
+        assert engine.transfer_config(engine.parser().parse_args(argv[3:])) is None
 
     def test_missing_vllm_is_said_with_the_way_to_get_it(self) -> None:
         with pytest.raises(CommandError, match="make vllm"):
