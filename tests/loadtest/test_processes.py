@@ -35,6 +35,21 @@ def test_children_of_children_end_with_the_block(tmp_path: Path) -> None:
     assert psutil.wait_procs(family, 5)[1] == []
 
 
+def test_a_signal_while_they_end_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised as an exception out of the killing of one of them."""
+    kill, signals = Processes.kill, iter([True])
+
+    def interrupted(running: Processes, name: str) -> None:
+        kill(running, name)
+        if next(signals, False):
+            raise SystemExit(143)
+
+    monkeypatch.setattr(Processes, "kill", interrupted)
+    with pytest.raises(SystemExit), Processes(tmp_path) as running:
+        family = [psutil.Process(running.spawn("some", name, ["sleep", "600"]).pid) for name in ("one", "two")]
+    assert psutil.wait_procs(family, 5)[1] == []
+
+
 def test_what_has_ended_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     with Processes(tmp_path) as running:
         running.spawn("some", "odd", ["sh", "-c", "seq 99; exit 3"])

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -65,9 +65,10 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill everything. No process of a measurement needs a clean end."""
-        for name in list(self._running):
-            self.kill(name)
+        """Kill everything, even if a signal comes meanwhile. No process of a measurement needs a clean end."""
+        with ExitStack() as stack:
+            for name in self._running:
+                stack.callback(self.kill, name)
 
     def spawn(
         self, kind: str, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
@@ -94,11 +95,13 @@ class Processes:
 
     def kill(self, name: str) -> None:
         """SIGKILL a process and its children, and forget it but for its CPU time."""
-        kind, process = self._running.pop(name)
-        self._killed_s[kind] = self._killed_s.get(kind, 0.0) + _cpu_s(process.pid)
+        kind, process = self._running[name]
+        spent_s = _cpu_s(process.pid)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        del self._running[name]
+        self._killed_s[kind] = self._killed_s.get(kind, 0.0) + spent_s
 
     def wait(self, name: str, ready: Callable[[], object]) -> None:
         """Wait until ``ready()`` is true. Raises StackError if the process ends before, or if it takes over READY_S."""
