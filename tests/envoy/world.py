@@ -154,7 +154,13 @@ async def running_world(valkey_url: str, folder: Path, *, reports_ends: bool) ->
             name: await stack.enter_async_context(simulated(valkey_url, model, name, reports_ends=reports_ends))
             for name in ("left", "right")
         }
-        settings: dict[str, Any] = {"epp_port": port, "max_engine_wait_s": 1.0, "queue_max": 1, "queue_timeout_s": 20.0}
+        settings: dict[str, Any] = {
+            "epp_port": port,
+            "decide_timeout_s": 5.0,
+            "max_engine_wait_s": 1.0,
+            "queue_max": 1,
+            "queue_timeout_s": 20.0,
+        }
         made = await stack.enter_async_context(replica(valkey_url, model, **settings))
         await made.routable(2)
         await made.exact()

@@ -242,6 +242,7 @@ def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
     subprocess.run(["kill", f"-{number.value}", "--", f"-{engine.process.pid}"], check=True)
 
 
+@LONG
 @pytest.mark.parametrize("fleet", ["plain"], indirect=True)
 async def test_conversations_are_answered_as_by_one_engine(fleet: tuple[Kind, Fleet]) -> None:
     """Conversations take a turn at once, so that splitting pays; each turn begins when the index is settled.
