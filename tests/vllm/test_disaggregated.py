@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 12
-FEW = 30  # conversations of the default suite
+FEW = 30  # conversations that nothing disturbs
 BLOCKS, ROOMY = 400, 4_000  # of an engine's cache; ROOMY: for several times FEW conversations
 CLOSE = 1e-4  # largest difference of a log probability
 WAITS_S, STOPPED_S = 240.0, 6.0

@@ -171,9 +171,10 @@ class Prefills:
         if lacks_blocks(params):
             held.given_up()
             raise PrefillFailed("unfit", "it keeps no longer all blocks that are needed")
-        if time.perf_counter() - looked_at > handover.transfer.lease_s - MARGIN_S:
+        here = any(view.worker_id == engine.worker_id for view in pool.view.workers)
+        if not here or time.perf_counter() - looked_at > handover.transfer.lease_s - MARGIN_S:
             held.given_up()
-            raise PrefillFailed("late", "the lease of the blocks may have ended")
+            raise PrefillFailed("late", "the lease of the blocks may have ended, or the engine has left")
         return params
 
 

@@ -18,6 +18,7 @@ from tests.support.polling import poll
 from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged, Outliers
 from warmfleet.routing import prefill_booking, prefills
+from warmfleet.routing.prefill_booking import PrefillBooking
 from warmfleet.routing.transfer_params import PrefillFailed
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
@@ -343,6 +344,22 @@ async def test_blocks_whose_lease_may_have_ended_are_not_read(
 
     monkeypatch.setattr(PrefillSide, "take_params", stands_still)
     monkeypatch.setattr(Faults, "reach", reaches)
+    await served(fleet)
+    assert await fleet.results() == {"late": 1, "unfit": 1}
+    assert (fleet.prefilled(), fleet.taken()) == (1, 0)
+
+
+async def test_blocks_of_an_engine_that_has_left_are_not_read(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = PrefillBooking.answered
+
+    def leaves(held: PrefillBooking) -> None:
+        answered(held)
+        view = held._pool.view
+        held._pool.view = replace(view, workers=[one for one in view.workers if one.worker_id != "p0.0"])
+
+    monkeypatch.setattr(PrefillBooking, "answered", leaves)
     await served(fleet)
     assert await fleet.results() == {"late": 1, "unfit": 1}
     assert (fleet.prefilled(), fleet.taken()) == (1, 0)
