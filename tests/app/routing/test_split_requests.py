@@ -357,7 +357,7 @@ async def test_blocks_of_an_engine_that_has_left_are_not_read(
     def leaves(held: PrefillBooking) -> None:
         answered(held)
         view = held._pool.view
-        held._pool.view = replace(view, workers=[one for one in view.workers if one.worker_id != "p0.0"])
+        held._pool.view = replace(view, workers=tuple(one for one in view.workers if one.worker_id != "p0.0"))
 
     monkeypatch.setattr(PrefillBooking, "answered", leaves)
     await served(fleet)
