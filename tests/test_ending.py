@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LEFT_S = 10.0  # within this time of the signal every process is gone
+LEFT_S = 60.0  # time in which every process is gone after the signal, also on a busy machine
 
 # Each of the files that a run gets begins with this. A file "*.started" says that the run is in its middle.
 HEAD = """

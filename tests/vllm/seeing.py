@@ -52,11 +52,11 @@ def vision() -> Path:
 
 def vision_model(kind: str) -> Path:
     """The folder of a tiny model of this kind."""
-    model = ROOT / "models" / f"tiny-{kind}"
-    if not (model / "processor_config.json").exists():
+    models = ROOT / "models"
+    if not (models / f"tiny-{kind}" / "processor_config.json").exists():
         script, environment = ROOT / "tests" / "vllm" / "vision_model.py", {"PYTHONPATH": str(vision())}
-        subprocess.run([VENV / "bin" / "python", script, model, kind], check=True, env=environment)
-    return model
+        subprocess.run([VENV / "bin" / "python", script, models], check=True, env=environment)
+    return models / f"tiny-{kind}"
 
 
 def environment(version: str = "") -> dict[str, str]:

@@ -25,14 +25,14 @@ from tests.vllm.seeing import environment, vision_model
 from tests.vllm.test_fleet import Real, settled
 from tests.vllm.test_handoff import ADAPTER, TEMPLATE
 from tests.vllm.test_images import SEES
-from tests.vllm.test_roles import LEASE_S, options, taken_from_others
+from tests.vllm.test_roles import AFTER_EXPIRY, LEASE_S, counted, options, taken_from_others
 
 from warmfleet.cli.local.ports import free_port
 from warmfleet.fleet import Fleet as Index
 from warmfleet.fleet import Timeouts, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
 CONVERSATIONS, TURNS, AT_ONCE = 170, 3, 12
@@ -178,11 +178,6 @@ async def ask(client: httpx.AsyncClient, url: str, body: dict[str, Any], **heade
     )
 
 
-def counted(engine: VllmEngine, name: str) -> float:
-    text = httpx.get(f"{engine.url}/metrics", timeout=30).text
-    return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)", text, re.MULTILINE)))
-
-
 @dataclass
 class Talks:
     """The fleet's answers, by conversation and turn. going: cleared while a killed engine starts again."""
@@ -242,7 +237,6 @@ def signal_group(engine: VllmEngine, number: signal.Signals) -> None:
     subprocess.run(["kill", f"-{number.value}", "--", f"-{engine.process.pid}"], check=True)
 
 
-@LONG
 @pytest.mark.parametrize("fleet", ["plain"], indirect=True)
 async def test_conversations_are_answered_as_by_one_engine(fleet: tuple[Kind, Fleet]) -> None:
     """Conversations take a turn at once, so that splitting pays; each turn begins when the index is settled.
@@ -261,8 +255,9 @@ async def test_conversations_are_answered_as_by_one_engine(fleet: tuple[Kind, Fl
                 asked = [ask(client, engines.url, bodies[turn]) for bodies in talks.bodies[first:]]
                 talks.answers |= {(at, turn): one for at, one in enumerate(await asyncio.gather(*asked), first)}
                 await settled(real, index)
+        differing = [await different(client, engines.prefill, talks)]
         # A decode engine that had taken stale blocks would answer otherwise now, from its cache.
-        differing = [await different(client, engine, talks) for engine in (engines.prefill, *engines.decode)]
+        differing += [await different(client, engine, talks, (TURNS - 1,)) for engine in engines.decode]
         late = await late_transfers(client, engines)
     await index.close()
     answers = talks.answers.values()
@@ -272,7 +267,7 @@ async def test_conversations_are_answered_as_by_one_engine(fleet: tuple[Kind, Fl
     assert not [one for one in answers if one.decided and one.predicted != one.cached]
     assert sum(one.cached > 0 for one in answers) > len(answers) // 3, "most second and third turns"
     assert sum(map(taken_from_others, engines.decode)) > 0
-    assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") <= late
+    assert counted(engines.prefill, AFTER_EXPIRY) <= late
 
 
 @LONG
@@ -292,7 +287,7 @@ async def test_answers_are_those_of_one_engine(fleet: tuple[Kind, Fleet]) -> Non
             differing = await different(client, engine, talks)
             assert not differing, f"{engine.worker_id} answers otherwise: {differing}"
     assert sum(count for (both, _), count in split.items() if both) > (len(talks.answers) // 10 if kind.splits else -1)
-    assert counted(engines.prefill, "nixl_num_notifications_after_expiry_total") == 0
+    assert counted(engines.prefill, AFTER_EXPIRY) == 0
 
 
 @LONG
@@ -331,16 +326,16 @@ async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind,
 
 async def late_transfers(client: httpx.AsyncClient, engines: Fleet) -> float:
     """Return how many split requests the router gave up because their blocks did not come: there are none on an idle
-    machine. NIXL notifies the prefill engine twice of some of them, and the second time counts as after the expiry."""
+    machine. Each may count as a notification after the expiry, as in ``test_roles``."""
     text = (await client.get(f"{engines.url}/metrics")).text
     found = re.findall(r'^warmfleet_split_requests_total\{[^}]*result="late"[^}]*\} (\S+)', text, re.MULTILINE)
     return sum(map(float, found))
 
 
 async def different(
-    client: httpx.AsyncClient, engine: VllmEngine, talks: Talks
+    client: httpx.AsyncClient, engine: VllmEngine, talks: Talks, turns: Collection[int] = range(TURNS)
 ) -> dict[tuple[int, int], tuple[Answer, Answer]]:
-    """Ask one engine alone; return the answers that differ from those of the fleet."""
+    """Ask one engine alone; return the answers of these turns that differ from those of the fleet."""
     found = {}
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -352,5 +347,5 @@ async def different(
         if alone.tokens != ours.tokens or not near:
             found[number, turn] = ours, alone
 
-    await asyncio.gather(*[compare(*key) for key in talks.answers])
+    await asyncio.gather(*[compare(*key) for key in talks.answers if key[1] in turns])
     return found

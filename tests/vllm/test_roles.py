@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
+from tests.support.polling import poll
 from tests.support.redis.servers import server, valkey_binary
 from tests.vllm.engine import BLOCK_TOKENS, MODEL, SERVED_NAME, SLEEPS, EngineOptions, running
 from tests.vllm.replicas import replicas
@@ -34,6 +36,8 @@ pytestmark = [
 ]
 
 LEASE_S = 60
+AFTER_EXPIRY = "nixl_num_notifications_after_expiry_total"
+STEP_1 = {"do_remote_decode": True, "do_remote_prefill": False}
 NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_failure_policy": "recompute"}
 
 
@@ -47,11 +51,15 @@ def options(
     return EngineOptions(redis_url, worker_id=name, arguments=arguments, environment=environment)
 
 
+def counted(engine: VllmEngine, name: str, label: str = "") -> float:
+    """Return the sum of a metric of vLLM's over the series with this label."""
+    text = httpx.get(f"{engine.url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^vllm:{name}\{{[^}}]*{label}[^}}]*\}} (\S+)", text, re.MULTILINE)))
+
+
 def taken_from_others(engine: VllmEngine) -> int:
     """Tokens of prompts that the engine got from another one."""
-    text = httpx.get(f"{engine.url}/metrics", timeout=30).text
-    found = re.findall(r'vllm:prompt_tokens_by_source_total\{[^}]*"external_kv_transfer"[^}]*\} (\S+)', text)
-    return round(sum(map(float, found)))
+    return round(counted(engine, "prompt_tokens_by_source_total", '"external_kv_transfer"'))
 
 
 async def test_a_prefill_and_a_decode_engine_pair() -> None:
@@ -86,19 +94,39 @@ async def test_a_prefill_and_a_decode_engine_pair() -> None:
             assert [text.partition(" (")[0] for text in fine] == ["p.0 can prefill for d.0"], printed
 
             ids = random.Random(7).choices(range(3, 900), k=1_000)
-            step: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-            params = p.complete(ids, kv_transfer_params=step)["kv_transfer_params"]
+            params = p.complete(ids, kv_transfer_params=STEP_1)["kv_transfer_params"]
             assert (params["remote_engine_id"], params["remote_port"]) == (ours.engine_id, ours.port)
             handed = d.complete(ids, max_tokens=4, kv_transfer_params=params)
             assert taken_from_others(d) >= 960, "the handshake of a pair succeeds"
             alone = p.complete(ids, max_tokens=4)
             assert handed["choices"][0]["text"] == alone["choices"][0]["text"]
+            await hang_up_late(p, d)
 
             async with httpx.AsyncClient(timeout=120) as client:
                 for number in range(6):
                     body = {"model": SERVED_NAME, "prompt": [number + 5] * 200, "max_tokens": 2}
                     answer = await client.post(f"{url}/v1/completions", json=body)
                     assert answer.status_code == 200, answer.text
-                refused = await client.post(f"{url}/v1/completions", json=body | {"kv_transfer_params": step})
+                refused = await client.post(f"{url}/v1/completions", json=body | {"kv_transfer_params": STEP_1})
                 assert refused.status_code == 400
             assert taken_from_others(p) == 0
+
+
+async def hang_up_late(p: VllmEngine, d: VllmEngine) -> None:
+    """When the client of an answer that is not streamed leaves, vLLM tells the prefill engine once more that the blocks
+    are free, and that engine counts this as if they had been read after its lease."""
+    ids = random.Random(8).choices(range(3, 900), k=1_000)
+    params = p.complete(ids, kv_transfer_params=STEP_1)["kv_transfer_params"]
+    taken, late = taken_from_others(d), counted(p, AFTER_EXPIRY)
+    body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 3_000, "ignore_eos": True, "kv_transfer_params": params}
+    async with httpx.AsyncClient(timeout=120) as client:
+        answer = asyncio.create_task(client.post(f"{d.url}/v1/completions", json=body))
+        await poll(lambda: taken_from_others(d) > taken, 60, "the blocks have come")
+        assert counted(p, AFTER_EXPIRY) == late
+        answer.cancel()
+
+    def has_counted() -> bool:
+        p.complete(ids[:40])  # an idle engine hears nothing
+        return counted(p, AFTER_EXPIRY) == late + 1
+
+    await poll(has_counted, 60, "the prefill engine counts it as too late", every_s=1)

@@ -1,10 +1,11 @@
-"""Write a small random model that sees images, with a real processor, so that real vLLM serves it on a CPU.
+"""Write small random models that see images, with real processors, so that real vLLM serves them on a CPU.
 
-    python tests/vllm/vision_model.py OUT qwen2_vl|llava|pixtral|idefics3|gemma3|internvl
+    python tests/vllm/vision_model.py FOLDER
 
-It runs in ``.venv-vllm`` and needs torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache
-are real. Pixtral ends the rows of an image with other tokens; Idefics3 cuts an image into tiles, with a text between;
-Gemma3 puts line feeds around an image, which become one token with those beside it.
+They are FOLDER/tiny-KIND, for every kind of ``MAKERS``; those that are there stay. It runs in ``.venv-vllm`` and needs
+torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache are real. Pixtral ends the rows of
+an image with other tokens; Idefics3 cuts an image into tiles, with a text between; Gemma3 puts line feeds around an image,
+which become one token with those beside it.
 """
 
 from __future__ import annotations
@@ -195,12 +196,15 @@ MAKERS |= {"internvl": internvl}
 def main() -> None:
     import torch
 
-    out, kind = Path(sys.argv[1]), sys.argv[2]
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    network, processor = MAKERS[kind](tokenizer(kind))
-    network.to(torch.float32).save_pretrained(out)
-    processor.save_pretrained(out)
+    for kind, make in MAKERS.items():
+        out = Path(sys.argv[1]) / f"tiny-{kind}"
+        if (out / "processor_config.json").exists():
+            continue
+        out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        network, processor = make(tokenizer(kind))
+        network.to(torch.float32).save_pretrained(out)
+        processor.save_pretrained(out)
 
 
 if __name__ == "__main__":

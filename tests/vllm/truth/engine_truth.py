@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 YIELD_S = 0.0002
+NIXL_LOOKS_US = 1_000  # time between two looks of NIXL's thread for arrivals; it has none by default, and takes a core
 
 
 def register() -> None:
@@ -26,6 +27,8 @@ def register() -> None:
         # The engine core and its worker spin while they wait for each other, with a yield in each round. Where several
         # engines share a few cores, that takes a part of the cores from the worker of another engine.
         os.sched_yield = functools.partial(time.sleep, YIELD_S)
+        if os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT"):
+            let_nixl_sleep()
     if os.environ.get("ENGINE_TRUTH_ACCELERATOR"):
         pretend_an_accelerator()
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -65,6 +68,28 @@ def pretend_an_accelerator() -> None:
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda _index: None
     torch.accelerator.synchronize = lambda *_arguments: None
+
+
+def let_nixl_sleep() -> None:
+    from nixl_cu12 import _bindings  # type: ignore[import-not-found]
+
+    usual = _bindings.nixlAgentConfig
+    delay = usual.pthrDelay
+
+    class Sleeping(usual):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            delay.__set__(self, NIXL_LOOKS_US)
+
+        @property
+        def pthrDelay(self) -> Any:  # noqa: N802  NIXL's name
+            return delay.__get__(self)
+
+        @pthrDelay.setter
+        def pthrDelay(self, value: Any) -> None:  # noqa: N802
+            """NIXL's own API sets 0."""
+
+    _bindings.nixlAgentConfig = Sleeping
 
 
 def count_tokenised(path: Path) -> None:
