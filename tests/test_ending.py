@@ -85,12 +85,11 @@ class Case(NamedTuple):
 
 OFTEN = [
     *[Case("waiting", 2, number) for number in (signal.SIGTERM, signal.SIGKILL)],
-    Case("waiting", 2, signal.SIGINT, to="group"),
     Case("waiting", 2, signal.SIGTERM, by="make"),
     Case("collecting", 0, signal.SIGTERM),
 ]
 RARE = [
-    Case("waiting", 2, signal.SIGHUP, to="group"),
+    *[Case("waiting", 2, number, to="group") for number in (signal.SIGINT, signal.SIGHUP)],
     Case("deaf", 2, signal.SIGTERM),
     *[Case(doing, 0, signal.SIGTERM) for doing in ("computing", "slow-to-stop", "starting-servers")],
 ]

@@ -4,8 +4,8 @@
 
 They are FOLDER/tiny-KIND, for every kind of ``MAKERS``; those that are there stay. It runs in ``.venv-vllm`` and needs
 torchvision (``seeing.vision``). Answers are nonsense; tokens, hashes and the cache are real. Pixtral ends the rows of
-an image with other tokens; Idefics3 cuts an image into tiles, with a text between; Gemma3 puts line feeds around an image,
-which become one token with those beside it.
+an image with other tokens; Idefics3 cuts an image into tiles, with a text between; Gemma3 puts line feeds around an
+image, which become one token with those beside it.
 """
 
 from __future__ import annotations
