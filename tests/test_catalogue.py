@@ -38,5 +38,6 @@ def test_the_files_that_start_early_or_share_a_process_exist() -> None:
 
 
 def test_real_vllm_starts_in_one_process_and_other_files_are_apart() -> None:
-    assert len({unit_of(f"tests/vllm/{name}::test[x::y]") for name in ("test_fleet.py", "parity/test_parity.py")}) == 1
+    assert len({unit_of(f"tests/vllm/{name}::test[x::y]") for name in ("test_fleet.py", "test_handoff.py")}) == 1
+    assert len({unit_of(f"tests/vllm/{name}::test[x::y]") for name in ("test_routes.py", "parity/test_parity.py")}) == 1
     assert unit_of("tests/lua/test_tick.py::test_a") == "tests/lua/test_tick.py"

@@ -60,8 +60,7 @@ class Toxic:
         assert self._server is not None
         self._server.close()
         self.heal()
-        for link in list(self._links):
-            link.reset()
+        self.reset()  # also what was accepted a moment ago, and has no task yet
         while self._links:  # noqa: ASYNC110  their tasks end in this turn or the next
             await asyncio.sleep(0.01)
 
@@ -97,6 +96,9 @@ class Toxic:
             await self._flows.wait()
             server_reader, server = await asyncio.open_connection("127.0.0.1", self.target)
             link.writers.append(server)
+            if self.resets:
+                link.reset()
+                return
             await asyncio.gather(self._pump(link, reader, server), self._pump(link, server_reader, writer, back=True))
         except OSError:  # a side has closed its connection
             link.reset()

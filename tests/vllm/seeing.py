@@ -43,11 +43,12 @@ if not _has_ops():
 
 def vision() -> Path:
     """The folder with what vLLM imports for models that see (40 MB)."""
-    folder = trees.installed("vllm-vision", *VISION)
+    return trees.installed("vllm-vision", *VISION, mend=_declare_operators)
+
+
+def _declare_operators(folder: Path) -> None:
     extension = folder / "torchvision" / "extension.py"
-    if OPERATORS not in (text := extension.read_text()):
-        extension.write_text(text + OPERATORS)
-    return folder
+    extension.write_text(extension.read_text() + OPERATORS)
 
 
 def vision_model(kind: str) -> Path:

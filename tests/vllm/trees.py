@@ -7,6 +7,7 @@ wheel, on top of the compiled files of 0.32.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import zipfile
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from tests.vllm.engine import ROOT, VENV
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 #: Version -> the wheel's name on the package index.
@@ -45,12 +46,19 @@ def tree(version: str) -> Path:
     return folder
 
 
-def installed(name: str, *wanted: str) -> Path:
-    """A folder of this name with packages that ``.venv-vllm`` lacks, without those that they need."""
+def installed(name: str, *wanted: str, mend: Callable[[Path], object] = lambda _folder: None) -> Path:
+    """A folder of this name with packages that ``.venv-vllm`` lacks, without those that they need.
+
+    mend: called once with the folder. Several processes may ask at the same time.
+    """
     folder = CACHE / name
-    if not (folder / "complete").exists():
-        _pip("install", "--no-deps", "--target", str(folder), *wanted)
-        (folder / "complete").touch()
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            _pip("install", "--no-deps", "--target", str(folder), *wanted)
+            mend(folder)
+            (folder / "complete").touch()
     return folder
 
 
