@@ -102,11 +102,12 @@ async def split_fleet(
     producer: TransferConfig = PRODUCER,
     consumer: TransferConfig | Sequence[TransferConfig] = CONSUMER,
     pairs: int = -1,
+    router_redis_url: str = "",
     **settings: Any,
 ) -> AsyncIterator[SplitFleet]:
     """Start engines p0, p1, ... and d0, d1, ..., and a replica that pairs them. pairs: expected number; -1: all.
 
-    speed: as the option of simulated engines.
+    speed: as the option of simulated engines. router_redis_url: by which the replica reaches the same store.
     """
     async with AsyncExitStack() as stack:
 
@@ -125,7 +126,9 @@ async def split_fleet(
         producers = [await start(f"p{number}", producer) for number in range(prefill)]
         kinds = [consumer] * decode if isinstance(consumer, TransferConfig) else consumer
         consumers = [await start(f"d{number}", kind) for number, kind in enumerate(kinds)]
-        router = await stack.enter_async_context(replica(redis_url, model, **settings))
+        router = await stack.enter_async_context(
+            replica(router_redis_url or redis_url, model, look_url=redis_url, **settings)
+        )
         await router.routable(prefill + decode)
         await router.exact()
         wanted = prefill * decode if pairs < 0 else pairs
