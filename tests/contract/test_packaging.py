@@ -230,7 +230,7 @@ NOT_DECLARED = {
     "xxhash": "the plugin asks for it only where vLLM hashes with it; the router declares it",
     **dict.fromkeys(("blake3", "pillow"), "vLLM has them, and the plugin asks for them only where it serves images"),
     "safetensors": "tests/vllm/test_handoff.py runs where vLLM is installed",
-    "nixl_cu12": "a test engine runs where vLLM and NIXL are installed",
+    "nixl-cu12": "a test engine runs where vLLM and NIXL are installed",
     "fastapi": "tests/vllm/list_routes.py and read_bodies.py run where vLLM is installed",
     **dict.fromkeys(("annotationlib", "compression"), "a part of Python from 3.14 on"),
     **dict.fromkeys(

@@ -13,7 +13,6 @@ from tests.support.polling import until
 
 from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.demo import BLOCKS
-from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 
@@ -30,9 +29,8 @@ PATIENT = {"WARMFLEET_DECIDE_TIMEOUT_S": "2"}
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Every replica that is started meanwhile may take longer to start, and waits longer for its decisions."""
+    """Every replica that is started meanwhile waits longer for its decisions."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_stack, "REPLICA_SECONDS", 120.0)
         for name, value in PATIENT.items():
             patch.setenv(name, value)
         yield

@@ -16,7 +16,6 @@ from tests.e2e.traffic import Sent, Traffic, get
 from tests.support.polling import until
 
 from warmfleet.background.prewarm import CLAIM_S
-from warmfleet.cli.local import stack as stack_module
 from warmfleet.cli.local.engines import EngineOptions, engine_command
 from warmfleet.cli.local.ports import free_port
 from warmfleet.cli.local.stack import Member, Plan, Stack
@@ -40,13 +39,6 @@ pytestmark = [
 JOINED = "sim-new"
 FIRST_S, END_S = 5.0, 45.0
 PREFIX_TOKENS, SUFFIX_TOKENS = 3_000, 600
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let processes start slowly, as they do on a busy machine."""
-    monkeypatch.setattr(stack_module, "REPLICA_SECONDS", 120.0)
-    monkeypatch.setitem(stack_module.WORKER_SECONDS, "sim", 120.0)
 
 
 def add_engine(stack: Stack) -> None:

@@ -17,7 +17,6 @@ from tests.e2e.clients import Clients
 from tests.e2e.conftest import left_of_requests, load
 from tests.support.polling import poll
 
-from warmfleet.cli.local import stack
 from warmfleet.cli.local.engines import EngineOptions, engine_command
 from warmfleet.cli.local.stack import Member, Plan, Stack
 from warmfleet.fleet import Spans
@@ -114,8 +113,7 @@ def healthy(engine: Member) -> bool:
 
 
 @pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    monkeypatch.setattr(stack, "REPLICA_SECONDS", 120.0)  # starting four replicas at once takes long
+def many() -> Iterator[Stack]:
     with Stack(Plan(engines=EngineOptions(count=ENGINES), replicas=REPLICAS)) as running:
         yield running
 

@@ -19,7 +19,6 @@ from tests.support.polling import until
 from tests.support.redis.topology import free_ports
 from tests.support.run.os_tools import find
 
-from warmfleet.cli.local import stack as local_stack
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
 
@@ -127,7 +126,6 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
     """Two replicas, three engines that are easily overloaded, and a short queue."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("WARMFLEET_QUEUE_MAX", "4")
-    monkeypatch.setattr(local_stack, "REPLICA_SECONDS", 120.0)
     with Stack(Plan(engines=EngineOptions(count=3, step_time="trace", blocks=2_048))) as running:
         yield running
 

@@ -16,7 +16,6 @@ from _pytest.mark.expression import Expression
 #: Folders and files whose tests share one process: they share vLLM without an engine or with one, the local stack of
 #: engines and replicas, or the tokenizer of a real model, which takes seconds to load. The first entry counts.
 TOGETHER = (
-    ("tests/vllm/test_disaggregated.py",),
     ("tests/vllm/parity", "tests/vllm/test_routes.py", "tests/vllm/test_transfers.py"),
     ("tests/vllm",),
     tuple(f"tests/e2e/test_{name}.py" for name in ("stack", "demo", "engines_by_url", "herd")),

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 POLL_SECONDS = 0.1  # time between two HTTP requests to a replica that is not ready yet
-REPLICA_SECONDS = 30.0
-WORKER_SECONDS = {"sim": 60.0, "vllm": 240.0}  # longest start of engines; real ones load a model first
+REPLICA_SECONDS = 120.0
+WORKER_SECONDS = 240.0  # longest start of engines: real ones load a model first, and a busy machine takes its time
 LISTED_SECONDS = 1_800.0  # longest wait for the user's engines, because the largest models load for 30 min
 LISTED_POLL_SECONDS = 1.0
 #: The text before the message in a line of vLLM's log: process, level, time, and place in the source.
@@ -268,9 +268,8 @@ class Stack:
 
     def wait_routable(self, count: int) -> None:
         """Return once every live replica has ``count`` usable workers and can identify prompts. Raises CommandError."""
-        limit = WORKER_SECONDS[self.plan.engines.kind]
         started, printed = time.monotonic(), -1
-        deadline = started + limit
+        deadline = started + WORKER_SECONDS
         while True:
             alive = [replica for replica in self.replicas if replica.child and replica.child.alive]
             states = [self.fleet(replica) for replica in alive]
@@ -283,7 +282,8 @@ class Stack:
                 return
             self._check_alive([*self.engines, *self.replicas])
             if time.monotonic() > deadline:
-                raise CommandError(f"only {ready} of {count} workers ready after {limit:.0f} s:\n{_reasons(states)}")
+                waited = f"only {ready} of {count} workers ready after {WORKER_SECONDS:.0f} s"
+                raise CommandError(f"{waited}:\n{_reasons(states)}")
             time.sleep(POLL_SECONDS)
 
     def _still_busy(self, states: Sequence[Sequence[dict[str, Any]]]) -> str:
