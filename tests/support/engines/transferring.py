@@ -72,7 +72,11 @@ async def transferring(
     tokenizer = tokenizer or demo_identity()
     settings = config(costs, blocks) if costs else config(blocks=blocks)
     engine = Engine(replace(settings, transfer=transfer), tokenizer, served)
-    async with running(ready=engine) as up, httpx.AsyncClient(base_url=up.url, timeout=30, verify=False) as http:
+    once = httpx.Limits(max_keepalive_connections=0)  # else a request may meet the end of an idle connection
+    async with (
+        running(ready=engine) as up,
+        httpx.AsyncClient(base_url=up.url, timeout=30, verify=False, limits=once) as http,
+    ):
         if membership is not None:
             engine.join(replace(membership, url=up.url), tokenizer.artifacts())
         yield Transferring(engine, http)
