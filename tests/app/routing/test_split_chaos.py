@@ -60,15 +60,20 @@ class Second:
         await poll(lambda: asyncio.to_thread(lambda: self.replica.proven > 0), 90, "the second replica has engines")
         self.ready = True
 
-    async def strike(self, rng: random.Random, ends: asyncio.Event) -> None:
-        """Kill it and start it again; once let it stand still until the leases of its requests have ended."""
+    async def strike(self, fleet: SplitFleet, rng: random.Random, ends: asyncio.Event) -> None:
+        """Kill it and start it again; once let it stand still between the steps until their leases have ended."""
         number = 0
         while not ends.is_set():
             await self.wait()
             await asyncio.sleep(rng.uniform(1.0, 4.0))
             number += 1
             if number == 2:
+                for engine in fleet.prefill[:2]:
+                    await engine.order(hang="prefill")
+                await asyncio.sleep(1.0)  # steps begin, and are answered when nothing hears
                 self.replica.process.send_signal(signal.SIGSTOP)
+                for engine in fleet.prefill[:2]:
+                    await engine.order(resume=True)
                 await asyncio.sleep(LEASE_S + 2)
                 self.replica.process.send_signal(signal.SIGCONT)
             else:
@@ -180,7 +185,7 @@ async def test_no_answer_is_wrong(
             async with places:
                 return await ask(fleet, second, right, rng)
 
-        striking = asyncio.gather(strike(fleet, proxy, rng, ends), second.strike(rng, ends))
+        striking = asyncio.gather(strike(fleet, proxy, rng, ends), second.strike(fleet, rng, ends))
         found = await asyncio.gather(*[one() for _ in range(REQUESTS)])
         ends.set()
         await striking
