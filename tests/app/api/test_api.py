@@ -182,7 +182,7 @@ async def test_a_client_that_hangs_up_on_explain_is_no_failure(
 async def test_slow_headers_do_not_starve_the_rest(valkey_url: str, model: str) -> None:
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, upstream.url, header_timeout_s=0.3, max_connections=300) as router,
+        replica(valkey_url, model, upstream.url, header_timeout_s=1.0, max_connections=300) as router,
     ):
         slow = [await connection(router) for _ in range(60)]
         for _, writer in slow:
