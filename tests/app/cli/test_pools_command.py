@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 import redis
 from tests.support.fleet.publishing import SCHEME
-from tests.support.polling import poll
+from tests.support.polling import poll, until
 from tests.support.redis.servers import PATIENT, redis7_binary, valkey_binary
 from tests.support.redis.topology import whole_cluster
 from tests.support.replicas.doctor import guarded
@@ -159,8 +159,10 @@ def test_pools_are_added_beside_the_one_with_workers_drained_and_removed(pools: 
             assert "move to other pools" in pools("drain", model, "--move")
             assert pools.listed()[model]["state"] == "moving"
             applied(pools.url, {model: 0, new: 4})
-            shown = pools.listed()
-            assert (shown[new]["known"], shown[model]["known"]) == (4, 0), "those that moved are the other pool's"
+            until(
+                lambda: [pools.listed()[each]["known"] for each in (new, model)] == [4, 0],
+                "those that moved are the other pool's",
+            )
             assert pools("remove", model) == f"{model} is removed\n"
             assert pools.keys_of(model) == {Keys(model).pools.encode(), Keys(model).placement.encode()}
             assert list(pools.listed()) == [new]
