@@ -56,7 +56,8 @@ MOST_PROCESSES = 6
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of processes for ``-n auto``: four more than there are cores, because tests wait half of their time.
+    """The number of processes for ``-n auto``: two more than there are cores, because tests wait a part of their time.
+    More make each other late: the suite computes for as long as two cores take.
 
     0 means the process of pytest itself. It is enough for a single file, it shows output under ``-s``, and it suits
     long tests: most of them measure, and some take the whole machine.
@@ -64,7 +65,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     one_file = len(config.args) == 1 and ".py" in config.args[0]
     if one_file or config.option.capture == "no" or runs_long_tests(config.option.markexpr):
         return 0
-    return min(len(os.sched_getaffinity(0)) + 4, MOST_PROCESSES)
+    return min(len(os.sched_getaffinity(0)) + 2, MOST_PROCESSES)
 
 
 def runs_long_tests(marks: str) -> bool:
