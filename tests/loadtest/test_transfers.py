@@ -386,7 +386,7 @@ async def test_a_long_prompt_delays_tokens_of_its_own_engine_only() -> None:
         prompt = list(range(800))  # 0.8 s
         beside = await _longest_gap(decode, lambda: decode.ask(prompt))
         split = await _longest_gap(decode, lambda: _both(prefill, decode, prompt[::-1]))
-    assert beside > 0.5
+    assert beside > 0.6
     assert split < 0.4
 
 

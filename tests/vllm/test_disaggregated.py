@@ -133,7 +133,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Kind
             one = options(redis_url, name, role, free_port(), lease_s=kind.lease_s)
             arguments, environ = (*one.arguments, *kind.arguments), {**one.environment, **kind.environment}
             made.append(replace(one, blocks=kind.blocks, model=kind.model, arguments=arguments, environment=environ))
-        # One after another: each start takes a core for a while, and other tests run beside.
+        # Engines start one after another: each start takes a core for a while, and other tests run beside.
         prefill, *decode = [stack.enter_context(running(one))[0] for one in made]
         [url] = stack.enter_context(replicas(redis_url, 1, engines=3, **PATIENT))
         yield kind, Fleet(prefill, decode, url, redis_url)

@@ -57,7 +57,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
     model = "served"
     async with (
         engine(model) as upstream,
-        replica(valkey_url, model, blocks_timeout_s=0.3, approved_templates=(), worker_addresses=LISTED) as router,
+        replica(valkey_url, model, blocks_timeout_s=1.0, approved_templates=(), worker_addresses=LISTED) as router,
         worker(valkey_url, model, upstream.url, Tracker(), template=BOMB, tokenizer=TOKENIZER),
     ):
         await router.exact()
@@ -73,7 +73,7 @@ async def test_a_template_that_loops_for_ever_harms_one_request(valkey_url: str)
             ids = {"model": model, "prompt": list(range(100))}
             assert (await router.post(ids))[1]["x-warmfleet-prompt-tokens"] == "100"
             rounds += 1
-        assert rounds > 1, "neither the event loop nor other requests wait for it"
+        assert rounds > 3, "neither the event loop nor other requests wait for it"
         assert (await bad)[0] == 200
         for answer in await asyncio.gather(*others):
             assert answer == (200, tokens), "identified exactly, by the next process"
