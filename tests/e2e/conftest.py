@@ -15,6 +15,7 @@ from warmfleet.cli.command_error import CommandError
 from warmfleet.cli.demo import BLOCKS
 from warmfleet.cli.local.engines import EngineOptions
 from warmfleet.cli.local.stack import Plan, Stack
+from warmfleet.fleet.rows import Lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,6 +84,12 @@ def load(stack: Stack) -> int:
     workers = stack.workers()
     parts = ("prefill_tokens", "decode_tokens", "in_flight")
     return sum(worker["load"][part] for worker in workers for part in parts) if workers else -1
+
+
+def stages(stack: Stack) -> list[int]:
+    """How far each reservation of the fleet has come: ``Stage``."""
+    with redis.Redis.from_url(stack.redis_url) as store:
+        return [Lease.unpack(lease).stage for key in store.keys("wf:*:lease") for lease in store.hvals(key)]
 
 
 def left_of_requests(stack: Stack) -> list[str]:

@@ -12,10 +12,11 @@ import httpx
 import pytest
 import redis
 from tests.e2e.clients import Clients
-from tests.e2e.conftest import chat, engine_of, left_of_requests, load, wait_for_no_load
+from tests.e2e.conftest import chat, engine_of, left_of_requests, load, stages, wait_for_no_load
 from tests.support.polling import poll, until
 
 from warmfleet.__main__ import main
+from warmfleet.fleet.rows import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,6 +120,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_no_load(
     running = asyncio.create_task(clients.run(6))
     stream(stack.replicas[0].url)  # the request lasts longer than the test
     await poll(lambda: clients.outcomes["whole"] > 10, 20, "requests are under way")
+    assert Stage.STARTED in stages(stack)
     victim = clients.replicas.pop(0)
     clients.killed.add(victim.name)
     assert victim.child is not None
@@ -129,7 +131,7 @@ async def test_a_killed_replica_leaves_the_address_serving_and_no_load(
     clients.over = True
     await running
     assert clients.failures == []
-    until(lambda: load(stack) == 0, "engines tell that the dead replica's requests have left them", 20)
+    until(lambda: Stage.STARTED not in stages(stack), "engines tell that the dead replica's requests have left", 20)
     a_minute_passes(stack)
     until(lambda: load(stack) == 0 and not left_of_requests(stack), "the dead replica's leases expire", 20)
 
