@@ -3,6 +3,7 @@
     make -s bench NAME=disaggregation                     # all bounds: hours of two cores
     make -s bench NAME=disaggregation ARGS="--quick"      # one seed, two loads, 300 requests, three splits
     make -s bench NAME=disaggregation ARGS="--cases agents --loads .5 --splits 4:4 --arms ours,always --seeds 5"
+    make -s bench NAME=disaggregation ARGS="--loads .5,.7,.85,.95 --seeds 1 --plot tests/bench/disaggregation.svg"
 
 Eight engines, an 8B model on an H100 with 400,000 tokens of cache (150,000 for agents), with the real scripts and
 publishers and links of 100 Gbit/s. A split P:D has P engines that compute prompts for the D others. Arms:
@@ -34,7 +35,7 @@ import argparse
 import statistics
 import sys
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from tests.bench.bench_tiers import chats
 from tests.bench.jobs import means
 from tests.bench.virtual_fleet import play
 from tests.bench.virtual_pairs import BOTH, GIVES, TAKES, PairCluster, PairConfig, PairPlan, within
+from tests.bench.virtual_plots import Shares, draw_shares
 from tests.bench.virtual_rivals import rotated
 from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, coming
 from tests.bench.virtual_store import private_server
@@ -221,6 +223,22 @@ def table(rows: Sequence[Row]) -> str:
     return jobs.table(("case", "load", "split", "arm"), names, zip(places, (row.figures for row in rows), strict=True))
 
 
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Draw the shares of requests within each limit, of all rows. Raises OSError, ValueError."""
+    limits = {"good": f"gaps within {1e3 * GAP_S:.0f} ms", "strict": f"gaps within {1e3 * STRICT_S:.0f} ms"}
+    lines = [
+        [
+            Shares(
+                f"{case}, {words}",
+                {((f"{row.load:g}", row.split), row.arm): row.figures[name] for row in rows if row.case == case},
+            )
+            for case in dict.fromkeys(row.case for row in rows)
+        ]
+        for name, words in limits.items()
+    ]
+    draw_shares(path, f"Share of requests with the first token within {FIRST_S:g} s, over load and split", lines)
+
+
 def told(rows: Sequence[Row]) -> dict[str, Any]:
     every = [{"case": row.case, "load": row.load, "split": row.split, "arm": row.arm, **row.figures} for row in rows]
     return {**bounds(rows), "rows": every}
@@ -244,6 +262,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, help="first so many requests of the trace, or sessions of agents")
     made.add_argument("--quick", action="store_true", help="one seed, two loads, 300 requests, three splits of chats")
     made.add_argument("--kept", type=Path, help="file of runs: those that it has are not made again, others are added")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="the shares of requests in time, an .svg or .png")
     made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
     return made
 
@@ -264,13 +283,14 @@ def every(args: argparse.Namespace) -> list[Job]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 no trace or a script that fails, 2 wrong arguments."""
+    """Exit codes: 0 done, 1 no trace, nothing to draw, or a script that fails, 2 wrong arguments."""
     args = parser().parse_args(argv)
     wanted = every(args)
     unknown = {job.arm for job in wanted} - {*SPLIT_ARMS, *WHOLE_ARMS} or {job.case for job in wanted} - CASES.keys()
     if unknown or not wanted or {job.split for job in wanted} - {"", *SPLITS} or min(args.seeds, args.jobs) < 1:
         parser().error("wrong cases, splits or arms; or --seeds or --jobs below 1")
-    return jobs.report(lambda: measured(wanted, args.jobs, args.kept), table, told)
+    plot = partial(draw, args.plot) if args.plot else None
+    return jobs.report(lambda: measured(wanted, args.jobs, args.kept), table, told, plot)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tests.bench.virtual_plots import drawn
+
 from warmfleet.errors import WarmfleetError
 from warmfleet_loadtest.measuring.figures import markdown
 from warmfleet_loadtest.measuring.progress import Progress
@@ -85,11 +87,14 @@ def table(heads: Sequence[str], names: Sequence[str], rows: Iterable[tuple[Seque
 
 
 def report(
-    measured: Callable[[], Sequence[R]], table: Callable[[Sequence[R]], str], told: Callable[[Sequence[R]], Any]
+    measured: Callable[[], Sequence[R]],
+    table: Callable[[Sequence[R]], str],
+    told: Callable[[Sequence[R]], Any],
+    draw: Callable[[Sequence[R]], None] | None = None,
 ) -> int:
-    """Print the table of what is measured, and the JSON object that is told of it.
+    """Print the table of what is measured, and the JSON object that is told of it; draw it if asked.
 
-    Returns the exit code: 0 done, 1 no trace or a script that fails.
+    Returns the exit code: 0 done, 1 no trace, nothing to draw, or a script that fails.
     """
     try:
         rows = measured()
@@ -98,7 +103,7 @@ def report(
         return 1
     print(table(rows), file=sys.stderr, flush=True)
     print(json.dumps(told(rows)), flush=True)
-    return 0
+    return drawn(lambda: draw(rows)) if draw else 0
 
 
 def _find_speed(job: Job) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.bench.bench_disaggregation import ENGINES, RULES, SPLIT_ARMS, SPLITS, Job, Row, bounds, main
+from tests.bench.bench_disaggregation import ENGINES, RULES, SPLIT_ARMS, SPLITS, Job, Row, bounds, draw, main
 from tests.bench.virtual_fleet import Played, play
 from tests.bench.virtual_pairs import BOTH, GIVES, TAKES, PairCluster, PairConfig, PairPlan, PairScheduler, within
 
@@ -145,3 +146,15 @@ def test_the_last_line_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: py
         "ttft_mean_over_always": 1.0,
         "worst_split_goodput": 0.5,
     }
+
+
+def test_the_picture_has_each_cell_once(tmp_path: Path) -> None:
+    def row(split: str, arm: str, good: float) -> Row:
+        return Row("chats", 0.5, split, arm, {"good": good, "strict": good / 2})
+
+    rows = [row("2:6", "ours", 0.62), row("4:4", "ours", 0.84), row("", "both", 0.98)]
+    draw(file := tmp_path / "cells.svg", rows)
+    shown = re.findall(r">(\.\d\d)<", file.read_text(encoding="utf-8"))
+    assert sorted(shown) == [".31", ".42", ".49", ".62", ".84", ".98"]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(file, [])
