@@ -12,7 +12,7 @@ from tests.support.engines.scripted import engine
 from tests.support.fleet.busy_fleet import BusyFleet
 from tests.support.fleet.publishing import SCHEME
 from tests.support.polling import poll
-from tests.support.redis.topology import free_ports, sentinels
+from tests.support.redis.topology import AGREED_S, free_ports, sentinels
 from tests.support.replicas.replica import replica
 
 from warmfleet.cli.acl import lines, rules_of
@@ -91,7 +91,7 @@ async def test_no_request_fails_meanwhile(model: str) -> None:
             watched.master.kill()
             started = time.monotonic()
             await poll(lambda: ask_is(ask, "fallback"), 10, "Redis is away")
-            await poll(lambda: asyncio.to_thread(watched.agreed), 90, "there is another master")
+            await poll(lambda: asyncio.to_thread(watched.agreed), AGREED_S, "there is another master")
             await poll(lambda: ask_is(ask, "booked"), 10, "Redis is back")
             print(f"booked again after {time.monotonic() - started:.2f} s, {len(seen)} requests")
             await router.unloaded()
@@ -165,7 +165,7 @@ async def test_a_frozen_master_costs_one_call_however_many_connections_it_holds(
         idle = len(cast("Any", fleet.redis.connection_pool)._available_connections)
         assert idle > 5
         watched.master.kill(signal.SIGSTOP)
-        await poll(watched.agreed, 90, "there is another master")
+        await poll(watched.agreed, AGREED_S, "there is another master")
 
         async def settle() -> object:
             return await fleet.bookings.settle("wf-after", "finished")

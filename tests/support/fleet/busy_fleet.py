@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tests.support.fleet.publishing import SCHEME, WORKER, config, equal
 from tests.support.polling import poll
+from tests.support.redis.topology import AGREED_S
 
 from warmfleet.background.supervisor import stop
 from warmfleet.errors import FleetUnavailable, WarmfleetError
@@ -141,13 +142,12 @@ class BusyFleet:
     ) -> tuple[float, float]:
         """Call ``strike``; return the seconds until decisions work again and until the index equals the table.
 
-        agreed: whether there is another master. On a busy machine Sentinels take their time (a late timer makes them
-        look on for 30 s): the seconds count from then on.
+        agreed: whether there is another master. The seconds count from then on.
         """
         await poll(lambda: len(self.answered) > 20)
         struck, failed = time.monotonic(), len(self.failures)
         strike()
-        await poll(lambda: asyncio.to_thread(agreed), 90, "there is another master")
+        await poll(lambda: asyncio.to_thread(agreed), AGREED_S, "there is another master")
         begun = time.monotonic()
         await poll(lambda: len(self.failures) > failed, 10, "the failure is noticed")
         first = self.failures[failed][0]

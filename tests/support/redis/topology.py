@@ -32,6 +32,7 @@ QUIET = (*IN_MEMORY, "--bind", "127.0.0.1", *KEEPS_ENVIRONMENT)
 BUS = 10_000  # the bus of a Cluster's node listens this far above its port
 #: Both below the ports that routers and engines of other tests choose (cli/local/ports.py).
 PORTS = range(4_000, 10_000)
+AGREED_S = 180.0  # longest time until Sentinels agree: on a busy machine a late timer makes them look on for 30 s
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Watched:
         until(lambda: self.replica.client().info("replication")["master_link_status"] == "down", "the link is cut")
 
     def agreed(self) -> bool:
-        """Whether every Sentinel names the replica as the master."""
+        """Whether every Sentinel names the replica as the master, within AGREED_S."""
         question = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "kv")
         try:
             named = [node.client().execute_command(*question)[1] for node in self.sentinels]  # type: ignore[no-untyped-call]
