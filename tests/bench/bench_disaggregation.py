@@ -45,7 +45,7 @@ from tests.bench.bench_tiers import chats
 from tests.bench.jobs import means
 from tests.bench.virtual_fleet import play
 from tests.bench.virtual_pairs import BOTH, GIVES, TAKES, PairCluster, PairConfig, PairPlan, within
-from tests.bench.virtual_plots import Shares, draw_shares
+from tests.bench.virtual_plots import Cells, draw_cells
 from tests.bench.virtual_rivals import rotated
 from tests.bench.virtual_sessions import ENGINE, ENGINE_BLOCK, coming
 from tests.bench.virtual_store import private_server
@@ -224,19 +224,24 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Draw the shares of requests within each limit, of all rows. Raises OSError, ValueError."""
-    limits = {"good": f"gaps within {1e3 * GAP_S:.0f} ms", "strict": f"gaps within {1e3 * STRICT_S:.0f} ms"}
+    """Draw both shares of requests in time, and the mean TTFT, of all rows. Raises OSError, ValueError."""
+    figures = {
+        "good": (f"share in time, gaps within {1e3 * GAP_S:.0f} ms", 1.0, 0.0),
+        "strict": (f"share in time, gaps within {1e3 * STRICT_S:.0f} ms", 1.0, 0.0),
+        "ttft": ("mean TTFT in seconds", 0.0, 5.0),
+    }
     lines = [
         [
-            Shares(
-                f"{case}, {words}",
+            Cells(
+                f"{case}: {words}",
                 {((f"{row.load:g}", row.split), row.arm): row.figures[name] for row in rows if row.case == case},
+                *ends,
             )
             for case in dict.fromkeys(row.case for row in rows)
         ]
-        for name, words in limits.items()
+        for name, (words, *ends) in figures.items()
     ]
-    draw_shares(path, f"Share of requests with the first token within {FIRST_S:g} s, over load and split", lines)
+    draw_cells(path, f"By load and split; in time: the first token within {FIRST_S:g} s", lines)
 
 
 def told(rows: Sequence[Row]) -> dict[str, Any]:
@@ -262,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", type=int, help="first so many requests of the trace, or sessions of agents")
     made.add_argument("--quick", action="store_true", help="one seed, two loads, 300 requests, three splits of chats")
     made.add_argument("--kept", type=Path, help="file of runs: those that it has are not made again, others are added")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="the shares of requests in time, an .svg or .png")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="shares in time and TTFT of each cell, .svg or .png")
     made.add_argument("--jobs", type=int, default=2, help="runs at a time (default %(default)s)")
     return made
 

@@ -150,11 +150,11 @@ def test_the_last_line_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_picture_has_each_cell_once(tmp_path: Path) -> None:
     def row(split: str, arm: str, good: float) -> Row:
-        return Row("chats", 0.5, split, arm, {"good": good, "strict": good / 2})
+        return Row("chats", 0.5, split, arm, {"good": good, "strict": good / 2, "ttft": 10 * good})
 
     rows = [row("2:6", "ours", 0.62), row("4:4", "ours", 0.84), row("", "both", 0.98)]
     draw(file := tmp_path / "cells.svg", rows)
-    shown = re.findall(r">(\.\d\d)<", file.read_text(encoding="utf-8"))
-    assert sorted(shown) == [".31", ".42", ".49", ".62", ".84", ".98"]
+    shown = re.findall(r">(\.\d\d|\d\.\d)<", file.read_text(encoding="utf-8"))
+    assert sorted(shown) == [".31", ".42", ".49", ".62", ".84", ".98", "6.2", "8.4", "9.8"]
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(file, [])

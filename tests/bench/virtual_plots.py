@@ -44,55 +44,63 @@ def draw_panels(path: Path, title: str, panels: Mapping[str, Mapping[str, Sequen
     save_figure(picture, path)
 
 
-class Shares(NamedTuple):
-    """A panel of cells. shares: row and column -> a share; a row is the label of its group and its own.
+class Cells(NamedTuple):
+    """A panel of cells. values: by row and column; a row is a group and a name in it.
 
-    A share of a whole group is under the own label "".
+    A value of a whole group has the empty name. best, worst: the ends of the colours, from green to red.
     """
 
     title: str
-    shares: Mapping[tuple[tuple[str, str], str], float]
+    values: Mapping[tuple[tuple[str, str], str], float]
+    best: float
+    worst: float
 
 
-def draw_shares(path: Path, title: str, lines: Sequence[Sequence[Shares]]) -> None:
-    """Draw lines of panels with a coloured number for each share. Raises ValueError."""
+def draw_cells(path: Path, title: str, lines: Sequence[Sequence[Cells]]) -> None:
+    """Draw lines of panels with a coloured number for each value. Raises OSError, ValueError."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # the import takes 0.3 s
 
-    if not any(panel.shares for line in lines for panel in line):
+    if not any(panel.values for line in lines for panel in line):
         raise ValueError("there is nothing to draw: no run was made")
     across = max(map(len, lines))
     picture = Figure(figsize=(4.6 * across, 4.8 * len(lines)), layout="constrained")
     grid = picture.subplots(len(lines), across, squeeze=False)
     for axes, panel in zip(grid.flat, (panel for line in lines for panel in line), strict=True):
-        _draw_cells(axes, panel)
+        _draw_panel(axes, panel)
     picture.suptitle(title)
     with rc_context({"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}):  # half the size of outlines
         save_figure(picture, path)
 
 
-def _draw_cells(axes: Axes, panel: Shares) -> None:
-    columns = list(dict.fromkeys(column for _, column in panel.shares))
-    labels = dict.fromkeys(row for row, _ in panel.shares)
-    rows = [row for row in labels if row[1] or not any(group == row[0] and own for group, own in labels)]
-    values = [
-        [panel.shares.get((row, name), panel.shares.get(((row[0], ""), name), nan)) for name in columns] for row in rows
-    ]
-    axes.imshow(values, vmin=0.0, vmax=1.0, cmap="RdYlGn", aspect="auto")
-    top = 0
+def _draw_panel(axes: Axes, panel: Cells) -> None:
+    columns = list(dict.fromkeys(column for _, column in panel.values))
+    labels = dict.fromkeys(row for row, _ in panel.values)
+    rows = [row for row in labels if row[1] or not any(group == row[0] and name for group, name in labels)]
+    shown: list[list[float]] = []
     for group, members in groupby(rows, key=lambda row: row[0]):
-        size = len(list(members))
-        for x, name in enumerate(columns):
-            whole = panel.shares.get(((group, ""), name))
-            shown = (
-                [(top + size / 2 - 0.5, whole)]
-                if whole is not None
-                else [(y, values[y][x]) for y in range(top, top + size) if not isnan(values[y][x])]
-            )
-            for y, value in shown:
-                axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7)
-        top += size
-        axes.axhline(top - 0.5, color="white", lw=3)
+        of_group, top = list(members), len(shown)
+        shown += [[panel.values.get((row, each), nan) for each in columns] for row in of_group]
+        for x, column in enumerate(columns):
+            whole = panel.values.get(((group, ""), column))
+            if whole is not None:
+                _write(axes, x, top + len(of_group) / 2 - 0.5, whole)
+                for row in shown[top:]:
+                    row[x] = whole
+            else:
+                for y, row in enumerate(shown[top:], top):
+                    _write(axes, x, y, row[x])
+        axes.axhline(len(shown) - 0.5, color="white", lw=3)
+    low, high, colours = min(panel.best, panel.worst), max(panel.best, panel.worst), "RdYlGn"
+    axes.imshow(
+        shown, vmin=low, vmax=high, cmap=colours if high == panel.best else f"{colours}_r", aspect="auto", alpha=0.7
+    )
     axes.set_xticks(range(len(columns)), columns, rotation=60, fontsize=7)
     axes.set_yticks(range(len(rows)), [" ".join(row) for row in rows], fontsize=7)
     axes.set_title(panel.title, fontsize=9)
+
+
+def _write(axes: Axes, x: float, y: float, value: float) -> None:
+    digits = 2 if value < 1 else 1 if value < 10 else 0
+    if not isnan(value):
+        axes.text(x, y, f"{value:.{digits}f}".removeprefix("0"), ha="center", va="center", fontsize=7)
