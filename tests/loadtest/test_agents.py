@@ -79,13 +79,13 @@ async def test_a_closed_loop_of_agents_uses_the_cache() -> None:
     text = [token for number in range(12) for token in block(number)]
     steps = [Arrival(0.0, 0, text[: 64 * (1 + step)], 4, 1.0 if step else None) for step in range(3)]
     agents = chats(Trace("t", (*steps, Arrival(0.0, 1, SYSTEM + block(99), 4)), closed=True), words)
-    target = Target(("",), "demo", speed=100.0)
+    target = Target(("",), "demo", speed=60.0)
     async with running(config(StepCosts(base_s=0.001, prefill_token_s=1e-6), blocks=4_096)) as up:
         player = Player(agents, Load(300.0, at_once=3, skip=0.0), replace(target, urls=(up.url,)))
         told: list[Sent] = []
         await player.run(told.append)
     found = figures(player.played, player.load, 0.0, 300.0)
-    assert len(told) > 10
+    assert len(told) > 4
     assert found["failed"] == 0
     assert found["sessions"] == sum(ended_at < 300.0 for ended_at, _ in player.played.ended) > 0
     assert -0.2 < found["recomputed"] < 0.2, "all contexts fit"
