@@ -326,8 +326,8 @@ def _few_decode_engines(found: Pairing) -> list[Finding]:
         note(
             "pairs",
             f"decode engines are fewer ({len(decode)}) than prefill engines ({len(prefill)}), which serve nothing"
-            " alone, so few caches must hold the contexts of all answers: in simulation most first tokens are late"
-            " from .7 busy at 6 and 2 engines, from .85 at 5 and 3",
+            " alone, so few caches must hold the contexts of all answers: in simulation most answers are late from"
+            " .7 busy at 6 and 2 engines, about half from .85 at 5 and 3",
             f'give prefill engines "kv_role": "kv_both" in {CONFIG}, or start decode engines',
         )
     ]
