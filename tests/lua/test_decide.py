@@ -72,7 +72,7 @@ async def test_excluded_workers_are_not_chosen(keyspace: Keyspace) -> None:
 async def test_a_silent_worker_is_not_chosen_after_its_ttl(keyspace: Keyspace) -> None:
     await keyspace.ticked()
     await keyspace.worker(1, age_ms=16_000)
-    await keyspace.worker(2, age_ms=14_000)
+    await keyspace.worker(2, age_ms=10_000)
     assert {(await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))).worker_id for _ in range(8)} == {
         "w2.0"
     }
@@ -90,7 +90,7 @@ async def test_in_grace_nobody_expires(keyspace: Keyspace, tick: dict[str, int] 
 
 async def test_a_tick_that_is_due_is_no_grace(keyspace: Keyspace) -> None:
     """A fleet at rest ticks once a second."""
-    await keyspace.ticked(age_ms=2_000)
+    await keyspace.ticked(age_ms=1_200)
     await keyspace.worker(1, age_ms=60_000)
     with pytest.raises(NoWorker):
         await keyspace.fleet.bookings.decide(keyspace.ask(keyspace.chain(4)))

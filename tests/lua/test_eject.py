@@ -120,7 +120,7 @@ async def test_a_trial_without_a_verdict_ends(keyspace: Keyspace) -> None:
     await fleet_of(keyspace, 2)
     await keyspace.fleet.workers.eject("w1.0", good=False)
     await over(keyspace)
-    await over(keyspace, age_ms=59_000)
+    await over(keyspace, age_ms=50_000)
     assert await flags(keyspace) == Flag.TRIAL
     await over(keyspace, age_ms=61_000)
     assert await flags(keyspace) == 0

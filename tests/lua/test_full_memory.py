@@ -143,9 +143,9 @@ def test_the_readme_says_the_same() -> None:
 
 async def test_while_writes_are_refused_nobody_expires(own_store: aioredis.Redis, own_fleet: Fleet) -> None:
     keyspace = Keyspace(own_store, own_fleet)
-    await keyspace.worker(1, age_ms=60_000)
     await memory_is(own_fleet, short=False)
     assert not (await own_fleet.upkeep.tick()).grace
+    await keyspace.worker(1, age_ms=60_000)
     await own_store.config_set("maxmemory", 1)
     tick = await own_fleet.upkeep.tick()
     assert (tick.grace, tick.short, tick.forget) == (True, True, ())
