@@ -19,6 +19,7 @@ local EJECTIONS_KEPT_MS = 600000 -- time after an ejection's end during which it
 
 -- Workers
 local UNKNOWN_SPEED = 10000 -- tokens/s, while no speed in the fleet is known
+local LINK_GUESS = 0.5 -- of the time to compute a token: that to move its blocks over a link of which nothing is known
 local VLLM_BLOCK_TOKENS = 16 -- the block size of vLLM by default
 local MAX_EVICTED = 65535 -- the largest number of evicted blocks that a row can hold
 local BUSY_ALWAYS = 65535 -- busy_share in the row of an engine that computes prompts all the time

@@ -139,7 +139,7 @@ async def test_links_are_learned_and_slow_ones_avoided(keyspace: Keyspace) -> No
     for number in (2, 3):
         await keyspace.change(number, in_flight=40, decode_tokens=60_000)
     bookings = keyspace.fleet.bookings
-    for slot in (2, 3) * 15:
+    for slot in (2, 3) * 75:
         decision = await bookings.decide(ask(keyspace, keyspace.chain(LONG), exclude=(f"w{5 - slot}.0",)))
         assert decision.prefill is not None
         seconds = 12_000 * (1e-5 if slot == 2 else 1e-3)
@@ -179,6 +179,18 @@ async def test_a_link_is_not_blamed_for_waits(keyspace: Keyspace) -> None:
         await bookings.settle(decision.reservation, "finished")
     link = await cast("Any", keyspace.store.hget(f"{keyspace.keys.prefix}links", "1:2"))
     assert float(link) == pytest.approx(1e-5, rel=0.2)
+
+
+async def test_the_first_handshake_of_a_pair_is_not_its_link(keyspace: Keyspace) -> None:
+    await pair(keyspace)
+    bookings = keyspace.fleet.bookings
+    for seconds in (9.0, 9.0, 0.12, 0.12):
+        decision = await bookings.decide(ask(keyspace, keyspace.chain(LONG)))
+        assert decision.prefill is not None, "the pair goes on"
+        await bookings.settle(decision.prefill.reservation, "finished", moved=Moved(2, 12_000, seconds))
+        await bookings.settle(decision.reservation, "finished")
+    link = await cast("Any", keyspace.store.hget(f"{keyspace.keys.prefix}links", "1:2"))
+    assert float(link) == pytest.approx(5e-5 * 1.05 * 0.864**2, rel=0.01)
 
 
 async def test_the_context_of_a_prefill_leg_outlives_its_prefill(keyspace: Keyspace) -> None:

@@ -20,7 +20,7 @@ Seconds beyond the costs that cost_rule has found (wait, uncached tokens, loads,
   full blocks  over / speed: at the first of a pair, contexts leave when partners take them. Blocks stay booked there
              until they are taken, or their lease ends
   transfer   what the partner's GPU lacks of the prompt, times the seconds per token of this link (settle/learn_link),
-             and HANDOVER_S. While nothing is learned of the link, a token takes GUESS of the time to compute it
+             and HANDOVER_S. While nothing is learned of the link, a token takes LINK_GUESS of the time to compute it
   busy       of cost_rule's term for busy_share only what exceeds the least of those who may serve alone, or may be
              first: engines that compute for others are always busier, and a session's later prompts go there as well
   harm       HARM if some engine of the fleet has one role only; else HARM_OF_BOTH, since a higher price would send all
@@ -47,7 +47,7 @@ local HARM, HARM_OF_BOTH, ANSWER_PRICE = 0.3, 0.1, 0.1
 local MOST_BUSY = 0.9
 local STEP_TOKENS, PER_CONTEXT = 230, 0.0015 -- of a decode step, in tokens computed in its time: base, per token
 local BUSY_TERM = 6 -- index of the term of busy_share in s.terms
-local FITS, HANDOVER_S, GUESS, MOST_OF_KIND = 0.97, 0.005, 0.5, 8
+local FITS, HANDOVER_S, MOST_OF_KIND = 0.97, 0.005, 8
 
 -- Keep the MOST_OF_KIND lowest of a list by their values; of equals the lowest slots.
 local function cheapest_of(list, value, slots)
@@ -61,7 +61,7 @@ end
 
 return function(s, own, equal_s)
   local prompt, count, roles, slots, cost = s.prompt, s.count, s.roles, s.slots, s.cost
-  local answer, tiers, guess = s.answer, s.tiers, GUESS / s.median
+  local answer, tiers, guess = s.answer, s.tiers, LINK_GUESS / s.median
   local price = HARM_OF_BOTH
   for _, role in pairs(roles) do
     if role.gives == 0 or role.takes == 0 then price = HARM end
