@@ -40,6 +40,7 @@ def test_a_nixl_engine_tells_role_place_lease_and_nixls_own_hash(vllm: Inside) -
         "NIXL connector": "14",
         "attention backend": "CPU_ATTN",
         "model path": str(MODEL),
+        "revision, quantization, HF overrides": "-, -, -",
         "dtype": "float32",
         "KV heads": "2",
         "head size": "32",
@@ -67,6 +68,9 @@ def test_what_differs_for_nixl_differs_here(vllm: Inside) -> None:
     differing = {name for name, value in plain.same if other[name] != value}
     assert differing >= {"model path", "layers", "NIXL's hash"}
     assert "vLLM" not in differing
+    weights = read_transfer(vllm.call("transfers", "told", str(MODEL), NIXL, {}, 0, False, "v2")["transfer"])
+    assert weights is not None
+    assert set(plain.same) - set(weights.same) == {("revision, quantization, HF overrides", "-, -, -")}
 
 
 def test_of_several_connectors_the_one_that_hands_over_counts(vllm: Inside) -> None:

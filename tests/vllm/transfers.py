@@ -46,19 +46,25 @@ def _specs(windows: bool) -> list[Any]:
 
 
 @functools.cache
-def _config(model: str) -> Any:
+def _config(model: str, revision: str | None) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=model, block_size=32, max_model_len=512, dtype="float32").create_engine_config()
+    common: dict[str, Any] = {"block_size": 32, "max_model_len": 512, "dtype": "float32"}
+    return EngineArgs(model=model, revision=revision, **common).create_engine_config()
 
 
 def told(
-    model: str, config: dict[str, Any], variables: dict[str, str], rank: int = 0, windows: bool = False
+    model: str,
+    config: dict[str, Any],
+    variables: dict[str, str],
+    rank: int = 0,
+    windows: bool = False,
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """Return what an engine with this ``--kv-transfer-config`` and these variables announces. rank: data-parallel."""
     from vllm.config import KVTransferConfig
 
-    vllm_config = _config(model)
+    vllm_config = _config(model, revision)
     vllm_config.kv_transfer_config = KVTransferConfig(**config)
     vllm_config.parallel_config.data_parallel_index = rank
     before = {name: os.environ.get(name) for name in variables}

@@ -397,6 +397,8 @@ async def _explained(pool: Pool, inquiry: Inquiry) -> dict[str, Any]:
 
 
 def _split(pool: Pool, inquiry: Inquiry, prompt: IdentifiedPrompt) -> Split:
-    if pool.view.splits is None:
+    view = pool.view
+    if view.splits is None:
         return Split.ROLES_IGNORED
-    return Split.FORBIDDEN if unfit(inquiry.request, inquiry.form, prompt, pool.view.splits) else Split.ALLOWED
+    alone = unfit(inquiry.request, inquiry.form, prompt, view.splits, view.max_model_len)
+    return Split.FORBIDDEN if alone else Split.ALLOWED

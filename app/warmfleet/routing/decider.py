@@ -224,7 +224,8 @@ class Decider:
 
 def _split(job: Job, booking: Booking, splits: Splits) -> Split:
     """Return whether the job may be split in a pool in which some may, and note it in the booking."""
-    fit = not job.alone and not unfit(job.request, job.call.path.form, booking.prompt, splits)
+    longest = booking.pool.view.max_model_len
+    fit = not job.alone and not unfit(job.request, job.call.path.form, booking.prompt, splits, longest)
     booking.may_split = fit and booking.pool.policy.name == "cost"
     return Split.ALLOWED if booking.may_split else Split.FORBIDDEN
 

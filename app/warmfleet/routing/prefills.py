@@ -64,14 +64,17 @@ ONE_TOKEN = {
 }
 
 
-def unfit(request: Request, form: str, prompt: IdentifiedPrompt, splits: Splits) -> bool:
+def unfit(request: Request, form: str, prompt: IdentifiedPrompt, splits: Splits, max_model_len: int) -> bool:
     """Return whether one engine must serve this request: because of its fields, or of token ids that are not known.
 
-    form: of its path.
+    form: of its path. max_model_len: the longest context of an engine, in tokens. A request for more is refused by the
+    engine that would make the answer, after its prompt was computed.
     """
     if prompt.kind != "exact" or prompt.prompt_count != 1 or request.samples != 1:
         return True
     if request.unforeseen or request.text_only or not request.from_json or request.dialect != "chat":
+        return True
+    if prompt.prompt_tokens + (request.max_tokens or 0) > max_model_len:
         return True
     known = len(prompt.prompts) == 1 and prompt.prompts[0].tokens > 0  # not so with images
     return not known or form not in splits.endpoints

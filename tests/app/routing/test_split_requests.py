@@ -145,6 +145,11 @@ async def test_one_engine_serves_a_request_that_two_cannot(fleet: SplitFleet) ->
     await fleet.given_back()
 
 
+async def test_no_prompt_is_computed_for_an_answer_that_is_too_long(fleet: SplitFleet) -> None:
+    assert (await fleet.router.post(COMPLETION | {"max_tokens": 40_000}))[0] == 400
+    assert (await fleet.results(), fleet.prefilled(), await fleet.leg_load()) == ({"unfit": 1}, 0, 0)
+
+
 async def test_other_policies_take_one_engine(valkey_url: str, model: str) -> None:
     async with split_fleet(valkey_url, model, policy="round_robin") as fleet:
         assert (await served(fleet))["x-warmfleet-worker"] == "d0.0"

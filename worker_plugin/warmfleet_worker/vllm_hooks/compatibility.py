@@ -240,7 +240,7 @@ INTERNALS = (
     Internal(
         Part.TRANSFER,
         "vllm.config:ModelConfig",
-        ("model", "dtype"),
+        ("model", "revision", "quantization", "hf_overrides", "dtype"),
         (
             ("get_total_num_kv_heads", "self"),
             ("get_head_size", "self"),

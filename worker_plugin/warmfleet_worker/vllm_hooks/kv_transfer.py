@@ -114,12 +114,15 @@ def _mode(connector: str) -> str:
 
 
 def _settings(vllm_config: Any, block_tokens: int) -> dict[str, object]:
-    """Return what NIXL compares of the settings, and the size of a block."""
+    """Return what NIXL compares of the settings, what makes other weights of the path, and the size of a block."""
     model, draft = vllm_config.model_config, vllm_config.speculative_config
     drafts = "none" if draft is None or not draft.use_eagle() else f"{draft.method} {draft.draft_model_config.model}"
+    weights = (model.revision, model.quantization, model.hf_overrides)
     return {
         VLLM: version(),
         "model path": model.model,
+        # In one setting, as routers of older versions read no more settings.
+        "revision, quantization, HF overrides": ", ".join(str(each or "-") for each in weights),
         "dtype": str(model.dtype).removeprefix("torch."),
         "KV heads": model.get_total_num_kv_heads(),
         "head size": model.get_head_size(),
