@@ -851,3 +851,64 @@ async def test_a_session_has_its_place_at_an_engine_that_makes_answers(keyspace:
         assert isinstance(told, Decision)
         assert told.prefill is not None
         assert (told.worker_id, told.prefill.worker_id) == (f"w{(await sessions.record(agent)).slot}.0", "w1.0")
+
+
+PAIRS = {1: Role(1, 0, alone=False), 2: Role(0, 1, alone=True), 3: Role(0, 1, alone=True)}
+
+
+@pytest.mark.parametrize("own_share", [65_535, 0])
+async def test_a_held_session_gets_no_place_at_an_engine_that_only_computes_prompts(
+    keyspace: Keyspace, own_share: int
+) -> None:
+    """And none at a full engine that computes little itself while the prompts' engine is busy."""
+    sessions = Sessions(keyspace)
+    sessions.split = Split.ALLOWED
+    await sessions.bind(3)
+    keyspace.fleet.use(roles=PAIRS)
+    for _ in range(4):
+        await sessions.turn(LARGE)
+    held = Agent()
+    assert isinstance(await sessions.step(held, LARGE), Queued)
+    for slot in (2, 3):
+        await keyspace.change(slot, busy_share=own_share)
+    await sessions.tick()
+    assert await sessions.standing(held) == [Standing.WAITS]
+    assert {engine.worker_id for engine in (await sessions.fleet.ledger.read()).engines} == {"w2.0", "w3.0"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "full", "busy", "binds"),
+    [
+        (PAIRS, {1}, {1}, False),  # the caches of answers have room
+        (PAIRS, {2, 3}, {1}, True),
+        (PAIRS, {2, 3}, {2}, True),
+        (PAIRS | {2: Role(1, 0, alone=False)}, {3}, {1}, False),  # one of two computes prompts and has time
+        (PAIRS | {2: Role(1, 0, alone=False)}, {3}, {1, 2}, True),
+        (PAIRS | {2: Role(2, 0, alone=False)}, {3}, {1}, True),  # the other may not hand to engine 3
+        ({slot: Role(1, 1, alone=True) for slot in (1, 2, 3)}, {2, 3}, {1}, False),  # each computes its prompts
+        ({slot: Role(1, 0, alone=False) for slot in (1, 2, 3)}, {1}, {1}, True),  # there is no other engine
+        ({}, {1}, {1}, True),  # a replica that knows no roles
+        ({}, {2, 3}, {1}, False),
+    ],
+)
+async def test_the_ledger_looks_at_caches_of_answers_and_at_who_computes_their_prompts(
+    keyspace: Keyspace, roles: dict[int, Role], full: set[int], busy: set[int], *, binds: bool
+) -> None:
+    sessions = Sessions(keyspace)
+    sessions.split = Split.ALLOWED
+    await sessions.bind(3, busy=False)
+    keyspace.fleet.use(roles=roles)
+    for slot in (1, 2, 3):
+        blocks = CAPACITY_BLOCKS if slot in full else 0
+        await keyspace.change(slot, blocks=blocks, busy_share=65_535 if slot in busy else 0)
+    await sessions.tick()
+    assert bool(await keys(sessions)) == binds
+
+
+async def test_without_an_engine_for_answers_one_that_computes_prompts_gives_places(keyspace: Keyspace) -> None:
+    sessions = Sessions(keyspace)
+    sessions.split = Split.ALLOWED
+    await sessions.bind(1)
+    keyspace.fleet.use(roles={1: Role(1, 0, alone=False)})
+    await sessions.tick()
+    assert {engine.worker_id for engine in (await sessions.fleet.ledger.read()).engines} == {"w1.0"}

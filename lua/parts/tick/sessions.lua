@@ -3,7 +3,9 @@ tick/sessions: keeps the ledger of sessions, once a second: ends places, pauses 
 
 The ledger begins to bind when some engine whose cache is full computes prompts for BUSY of its time, and goes on while
 one does for HARDLY_BUSY of its time, and for BINDS_MS afterwards; then all of its keys are deleted. Engines whose
-capacity is not known take no part.
+capacity is not known take no part. In a fleet whose engines hand prompts over, neither do those that serve nothing
+alone, unless there is no other engine. One that gets prompts computed is as busy as the least busy of those that may
+compute them, or as itself if that is more.
 A place ends when its session had no request for the time in which its engine computes a whole cache (5 s to 60 s): to
 compute a context again is then cheaper than to keep it. A tier from which a token is loaded in LOAD_SHARE of the time
 to compute it keeps contexts as well as the GPU, so where it is larger, it counts as the cache (it has what the GPU has,
@@ -35,6 +37,7 @@ local UNHEARD_MS = 5000 -- a held session that no replica asks for leaves the li
 local AGENT_KEPT_MS, OTHER_KEPT_MS = 600000, 120000 -- for which sessions without a place and a request are known
 local LEASE_CHECK_MS = 30000 -- requests that are under way for longer may have been lost with their replica
 local LEAST_SHARE = 128 -- a prompt below this part of the smallest cache, without name and tools, is no session's
+local NO_ROLE = { gives = 0, takes = 0, alone = true }
 local NONE = 2147483648 -- more tokens than any prompt has
 local EMPTY = ("\0"):rep(SESSION_BYTES) -- stands for a record that is none
 local MOST_CHANGES, MOST_SAMPLES, MOST_YIELDS, YIELDS_KEPT_S = 256, 256, 256, 30
@@ -65,7 +68,7 @@ end
 -- bound: it binds already.
 local function engines_of(prefix, rows, constants, now, bound)
   local engines, binds, smallest, sizes = {}, false, huge, {}
-  local kept = keeps(prefix)
+  local kept, least, others = keeps(prefix), {}, false -- least: share in prefill, by class of those who compute
   for scheme, tokens in constants.block_sizes:gmatch("(%d+)=(%d+)") do sizes[tonumber(scheme)] = tonumber(tokens) end
   for i = 1, #rows, 2 do
     local row = rows[i + 1]
@@ -73,15 +76,33 @@ local function engines_of(prefix, rows, constants, now, bound)
       = unpack_from(ROW_PREFILL_TOKENS_TO_SINCE_MS, row, PREFILL_TOKENS_AT)
     if not sizes[scheme] and band(flags, FLAG_PROVEN) ~= 0 and capacity > 0 then return nil end
     local size = sizes[scheme] or 0
-    if capacity * size > 0 and band(flags, ROUTABLE_MASK) == ROUTABLE then
-      share, tps = (include "shared/busy_share")(share, prefill > 0, since, now), tps > 0 and tps or UNKNOWN_SPEED
-      local keeps_on = share >= (bound and HARDLY_BUSY or BUSY) * BUSY_ALWAYS and blocks >= FULL_SHARE * capacity
+    local routable, role = band(flags, ROUTABLE_MASK) == ROUTABLE, constants.roles and constants.roles[slot] or NO_ROLE
+    local answers = role.alone or role.takes ~= 0
+    if routable then
+      share = (include "shared/busy_share")(share, prefill > 0, since, now) / BUSY_ALWAYS
+      others = others or answers
+      least[role.gives] = min(least[role.gives] or 1, share)
+    end
+    if capacity * size > 0 and routable then
+      tps = tps > 0 and tps or UNKNOWN_SPEED
       local tokens = kept(slot, capacity, 1 / tps) * size
-      binds, smallest = binds or keeps_on, min(smallest, tokens)
       engines[slot] = { worker = rows[i], tokens = tokens, gpu_tokens = capacity * size,
-        context = decode + foreign_decode, busy_share = share / BUSY_ALWAYS,
-        waits = prefill + foreign >= ENTERS_WAIT_S * tps,
+        context = decode + foreign_decode, busy_share = share, role = role, answers = answers,
+        full = blocks >= FULL_SHARE * capacity, waits = prefill + foreign >= ENTERS_WAIT_S * tps,
         gap = max(LEAST_GAP_MS, min(MOST_GAP_MS, tokens / tps * 1000)), taken = 0, booked = 0, inside = 0, idle = {} }
+    end
+  end
+  for slot, engine in pairs(engines) do
+    if others and not engine.answers then
+      engines[slot] = nil
+    else
+      local role, makers = engine.role, huge
+      for class, share in pairs(role.gives == 0 and least or {}) do
+        if band(role.takes, class) ~= 0 then makers = min(makers, share) end
+      end
+      if makers < huge then engine.busy_share = max(engine.busy_share, makers) end
+      binds = binds or engine.full and engine.busy_share >= (bound and HARDLY_BUSY or BUSY)
+      smallest = min(smallest, engine.tokens)
     end
   end
   return engines, binds, smallest
