@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 from tests.k8s.fleet_policies import BUILT_IN, CHECKS, DEV
 from tests.k8s.mistakes import MISTAKES, MISTAKES_OF_OTHERS, Mutation, container, pod
 from tests.k8s.objects import name_of
@@ -74,6 +76,23 @@ def test_prefill_and_decode_engines_differ_in_nothing_but_their_role(rendered: d
         ]
         assert [found.pop("app.kubernetes.io/component") for found in selectors] == ["prefill", "decode"]
         assert selectors[0] == selectors[1]
+
+
+@pytest.mark.parametrize("order", [("hpa-model", "prefill-decode"), ("prefill-decode", "hpa-model")])
+def test_an_autoscaler_and_replicas_mean_the_engines_of_one_role(tmp_path: Path, order: tuple[str, str]) -> None:
+    shipped = K8S / "overlays/prefill-decode/chat/kustomization.yaml"
+    folder: dict[str, Any] = yaml.safe_load(shipped.read_text())
+    reach = os.path.relpath(K8S, tmp_path.resolve())
+    folder |= {"resources": [f"{reach}/model"], "components": [f"{reach}/components/{name}" for name in order]}
+    folder["replicas"] = [{"name": "worker-prefill", "count": 7}]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(folder))
+    objects = {name_of(item): item for item in parse(kustomize(tmp_path))}
+    scaler = objects["HorizontalPodAutoscaler/worker-chat"]["spec"]["scaleTargetRef"]
+    assert (scaler["kind"], scaler["name"]) == ("Deployment", "worker-chat")
+    decode, prefill = (objects[f"Deployment/worker{role}-chat"]["spec"] for role in ("", "-prefill"))
+    assert decode["selector"]["matchLabels"]["app.kubernetes.io/component"] == "decode"
+    assert "replicas" not in decode, "the autoscaler owns it"
+    assert prefill["replicas"] == 7
 
 
 @pytest.mark.parametrize("name", ["root", "prod"])
