@@ -27,6 +27,7 @@ SPLIT = "requests may be split over them"
 NOT_SPLIT = "requests are not split over them: only over NIXL that pulls, and Mooncake without sliding windows"
 BY_POLICY = "requests are not split over them: only the policy cost does that"
 WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
+NO_PAIRS = "each engine serves alone"
 #: Least lease of a prefill engine, in seconds. Nothing extends it before a pair's first handshake, which may take 9 s.
 #: With NIXL, a decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
 LEAST_LEASE_S = 20
@@ -184,7 +185,7 @@ def _host(worker: WorkerView) -> str:
 def use_of_pairs(found: Pairing, *, able: bool = True, policy: str = "cost") -> str:
     """Tell what routers do with the pairs. able: some pair takes token ids. policy: in force."""
     if not found.pairs:
-        return SPLIT
+        return NO_PAIRS
     if not found.splitting:
         return NOT_SPLIT
     return WITHOUT_IDS if not able else SPLIT if policy == "cost" else BY_POLICY

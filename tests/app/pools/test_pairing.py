@@ -17,6 +17,7 @@ from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools.capabilities import TokenCapability
 from warmfleet.pools.pairing import (
+    NO_PAIRS,
     NOT_SPLIT,
     SPLIT,
     WITHOUT_IDS,
@@ -137,6 +138,7 @@ def test_requests_are_split_over_engines_that_take_the_same_ids() -> None:
 
 def test_an_engine_without_partner_is_told_so() -> None:
     alone = roles_in_words(pairing([worker("d", D), worker("p", P, state=WorkerState.SILENT)]))["d"]
+    assert use_of_pairs(pairing([worker("p", P)])) == NO_PAIRS == "each engine serves alone"
     [reason] = alone["apart"]
     assert (reason["from"], reason["why"]) == ([], "no prefill engine of its pool takes requests")
     assert '"kv_role": "kv_producer"' in reason["remedy"]
