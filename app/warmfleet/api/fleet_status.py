@@ -91,7 +91,9 @@ async def workers(pool: Pool, pools: Pools) -> dict[str, Any]:
         "tokenizer": identity.tokenizer if identity else "none",
         "queue": queue_in_words(line),
         "ledger": ledger_in_words(ledger),
-        "pairs": pairs_in_words(paired, able=pool.view.splits is not None, policy=pool.policy.name),
+        "pairs": pairs_in_words(
+            paired, able=pool.view.splits is not None, handoff=pool.view.may_split, policy=pool.policy.name
+        ),
         "ttft": pool.ttft.figures(),
         "index": {
             "entries": truth.entries,

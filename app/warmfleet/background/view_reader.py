@@ -21,7 +21,7 @@ from warmfleet.errors import NotFound, WarmfleetError
 from warmfleet.fleet.artifacts import BadArtifact
 from warmfleet.fleet.image_reports import AT_ONCE as IMAGES_AT_ONCE
 from warmfleet.fleet.worker.state import METRIC_LABELS, UNROUTABLE
-from warmfleet.pools.capabilities import token_capability
+from warmfleet.pools.capabilities import token_capabilities
 from warmfleet.pools.fleet_view import MAX_SCHEMES, view_of
 from warmfleet.pools.served_models import all_of, as_answered
 from warmfleet.pools.served_names import misnamed
@@ -148,13 +148,12 @@ class ViewReader:
         bringers = self._groupings.setdefault(pool.tag, announced.Grouping()).by_identity(alive)
         identity, reference = self._identity(pool, bringers)
         text = any(w.load.scheme == TEXT_SCHEME.scheme_id for w in alive)
-        keyed = [(w, key) for key, group in bringers.items() for w in group]
-        handoff = {w.worker_id: able for w, key in keyed if (able := token_capability(w, key)) is not None}
+        handoff = token_capabilities(bringers)
         self._agreement.misnamed(pool.tag, {w.worker_id: misnamed(w, pool.name) for w in alive if w.misnamed})
         awaited = identity is None and (reference is not None or bool(self._settings.tokenizer))
         identity = identity or pool.view.identity  # the last identity stays in use until the new one is loaded
         hashers = self._schemes(pool, exact, MAX_SCHEMES - text)
-        keys = {worker.worker_id: key for worker, key in keyed}
+        keys = {worker.worker_id: key for key, group in bringers.items() for worker in group}
         view = view_of(
             workers,
             identity,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from warmfleet.fleet import WorkerView
 
 
@@ -16,6 +18,16 @@ class TokenCapability:
     identity_key: str
     endpoints: frozenset[str]
     limit_tokens: int
+
+
+def token_capabilities(groups: Mapping[str, Iterable[WorkerView]]) -> dict[str, TokenCapability]:
+    """Return worker id -> capability of the workers that may get token ids. groups: by identity key."""
+    return {
+        worker.worker_id: able
+        for key, group in groups.items()
+        for worker in group
+        if (able := token_capability(worker, key)) is not None
+    }
 
 
 def token_capability(worker: WorkerView, identity_key: str) -> TokenCapability | None:

@@ -42,7 +42,8 @@ class View:
     images: how most workers that announce it hash images. images_wrong: an image proved it wrong at some worker.
     image_groups: digest of the announced rules -> their workers; the rules in use first. other_images: the workers
     with other rules than those in use. pairing: the engines by role; None if none has one. splits: how
-    requests may be split over two engines; None if they may not.
+    requests may be split over two engines; None if they may not. may_split: engines may get token ids, without which
+    no request is split.
     By worker_id: identity_keys (of workers with tokenizer files), handoff (of workers that take token ids),
     limits (longest contexts, only if they differ), urls, ranks (of engine cores whose server has several), speeds
     (prefill tokens/s, 0: not known), sorting (speeds of workers whose engines sort prompts by priority), labels.
@@ -74,6 +75,7 @@ class View:
     other_images: frozenset[str] = frozenset()
     pairing: Pairing | None = None
     splits: Splits | None = None
+    may_split: bool = True
 
     @property
     def step_s(self) -> float:
@@ -152,10 +154,7 @@ def view_of(
     handoff: Mapping[str, TokenCapability] = MappingProxyType({}),
     may_split: bool = True,
 ) -> View:
-    """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used.
-
-    may_split: engines may get token ids, without which no request is split.
-    """
+    """Make a View of these workers. hashers: the scheme of most workers first; only the first MAX_SCHEMES are used."""
     paired = pairing(workers) if any(worker.transfer for worker in workers) else None
     paired = paired if paired is not None and paired.roles else None
     limits = {worker.worker_id: _max_context(worker) for worker in workers if worker.routable}
@@ -195,6 +194,7 @@ def view_of(
         other_images=frozenset(name for others in list(groups.values())[1:] for name in others),
         pairing=paired,
         splits=splits_of(paired, handoff) if paired is not None and may_split else None,
+        may_split=may_split,
     )
 
 

@@ -27,6 +27,7 @@ SPLIT = "requests may be split over them"
 NOT_SPLIT = "requests are not split over them: only over NIXL that pulls, and Mooncake without sliding windows"
 BY_POLICY = "requests are not split over them: only the policy cost does that"
 WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
+HANDOFF_OFF = "requests are not split over them: WARMFLEET_TOKEN_HANDOFF=0 keeps token ids from engines"
 NO_PAIRS = "each engine serves alone"
 #: Least lease of a prefill engine, in seconds. Nothing extends it before a pair's first handshake, which may take 9 s.
 #: With NIXL, a decode engine that reads blocks after the lease gets those of another prompt, and does not notice.
@@ -182,21 +183,25 @@ def _host(worker: WorkerView) -> str:
         return worker.url
 
 
-def use_of_pairs(found: Pairing, *, able: bool = True, policy: str = "cost") -> str:
-    """Tell what routers do with the pairs. able: some pair takes token ids. policy: in force."""
+def use_of_pairs(found: Pairing, *, able: bool = True, handoff: bool = True, policy: str = "cost") -> str:
+    """Tell what routers do with the pairs. able: some pair takes token ids. handoff: setting. policy: in force."""
     if not found.pairs:
         return NO_PAIRS
     if not found.splitting:
         return NOT_SPLIT
+    if not handoff:
+        return HANDOFF_OFF
     return WITHOUT_IDS if not able else SPLIT if policy == "cost" else BY_POLICY
 
 
-def pairs_in_words(found: Pairing, *, able: bool = True, policy: str = "cost") -> dict[str, int | str] | None:
+def pairs_in_words(
+    found: Pairing, *, able: bool = True, handoff: bool = True, policy: str = "cost"
+) -> dict[str, int | str] | None:
     """Count the engines by role, and their pairs; None without an engine that has a role. Further: ``use_of_pairs``."""
     if not found.roles:
         return None
     counts = {role: len(found.having(role)) for role in ("prefill", "decode", "both")}
-    return {**counts, "pairs": len(found.pairs), "told": use_of_pairs(found, able=able, policy=policy)}
+    return {**counts, "pairs": len(found.pairs), "told": use_of_pairs(found, able=able, handoff=handoff, policy=policy)}
 
 
 def roles_in_words(found: Pairing) -> dict[str, dict[str, Any]]:

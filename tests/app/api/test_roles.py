@@ -58,7 +58,7 @@ async def test_pairs_are_shown_and_requests_are_served_by_one_engine_each(valkey
 
         report = await doctor(valkey_url, model)
         [fine] = report.of("pairs", State.OK)
-        assert fine.detail.startswith("p.0 can prefill for d.0 (1 pairs)")
+        assert fine.detail == f"p.0 can prefill for d.0 (1 pairs); {shown['pairs']['told']}"
         report.names("pairs", "p.0 cannot prefill for e.0: kv_load_failure_policy", '"recompute"', State.NOTE)
 
         asked = [one, two, three]

@@ -17,6 +17,8 @@ from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet import LoadRow, WorkerState, WorkerView
 from warmfleet.pools.capabilities import TokenCapability
 from warmfleet.pools.pairing import (
+    BY_POLICY,
+    HANDOFF_OFF,
     NO_PAIRS,
     NOT_SPLIT,
     SPLIT,
@@ -122,6 +124,7 @@ def test_requests_are_split_over_engines_that_take_the_same_ids() -> None:
     assert splits_of(found, one | {"e": able("k", "completions")}) == (both, frozenset({"completions"}))
     assert use_of_pairs(found) == SPLIT
     assert use_of_pairs(found, able=False) == WITHOUT_IDS
+    assert use_of_pairs(found, able=False, handoff=False) == HANDOFF_OFF, "the engines are not to blame"
     for name, whole, splits in (
         ("NixlPushConnector", "True", False),
         ("MooncakeConnector", "True", True),
@@ -188,6 +191,16 @@ def test_few_decode_engines_are_noted_where_prefill_engines_serve_nothing_alone(
         [worker(one, replace(P, **push)) for one in "abc"] + [worker("d", replace(D, **push))],  # type: ignore[arg-type]
     ):
         assert [found.state for found in fleet_checks.pairs(fleet)] == [State.OK]
+
+
+def test_the_doctor_knows_when_no_request_is_split() -> None:
+    fleet = [worker("p", replace(P, lease_s=61)), worker("q", P), worker("d", D)]
+    assert len(fleet_checks.pairs(fleet)) == 3, "few decode engines, and a long lease"
+    for facts, use in (({"able": False}, WITHOUT_IDS), ({"able": False, "handoff": False}, HANDOFF_OFF)):
+        [fine] = fleet_checks.pairs(fleet, **facts)
+        assert (fine.state, fine.detail) == (State.OK, f"p, q can prefill for d (2 pairs); {use}")
+    fine, *_ = fleet_checks.pairs(fleet, policy="round_robin")
+    assert fine.detail.endswith(BY_POLICY)
 
 
 def test_the_gap_that_a_step_full_of_prompts_makes_is_told() -> None:

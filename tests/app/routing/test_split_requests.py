@@ -14,9 +14,12 @@ from aiohttp import web
 from tests.support.engines.transferring import CONSUMER, PRODUCER, Transferring
 from tests.support.fleet.split_requests import SplitFleet, alone, split_fleet
 from tests.support.polling import poll
+from tests.support.replicas.doctor import doctor
 
+from warmfleet.cli.doctor.finding import State
 from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged, Outliers
+from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF
 from warmfleet.routing import prefill_booking, prefills
 from warmfleet.routing.prefill_booking import PrefillBooking
 from warmfleet.routing.transfer_params import PrefillFailed
@@ -154,6 +157,16 @@ async def test_other_policies_take_one_engine(valkey_url: str, model: str) -> No
     async with split_fleet(valkey_url, model, policy="round_robin") as fleet:
         assert (await served(fleet))["x-warmfleet-worker"] == "d0.0"
         assert await fleet.results() == {"unfit": 1}
+        [fine] = (await doctor(valkey_url, model)).of("pairs", State.OK)
+        assert fine.detail == f"p0.0 can prefill for d0.0 (1 pairs); {BY_POLICY}"
+
+
+async def test_no_request_is_split_without_the_hand_off(valkey_url: str, model: str) -> None:
+    async with split_fleet(valkey_url, model, prefill=2, token_handoff=False) as fleet:
+        report = await doctor(valkey_url, model, token_handoff=False)
+        [fine] = report.of("pairs", State.OK)
+        assert fine.detail == f"p0.0, p1.0 can prefill for d0.0 (2 pairs); {HANDOFF_OFF}"
+        assert not report.of("pairs", State.NOTE)
 
 
 async def test_explain_tells_both_engines(fleet: SplitFleet) -> None:

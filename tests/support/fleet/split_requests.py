@@ -13,7 +13,7 @@ from tests.support.polling import poll
 from tests.support.replicas.replica import replica
 
 from warmfleet.fleet import Question, new_reservation
-from warmfleet.pools.pairing import BY_POLICY, SPLIT
+from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF, SPLIT
 from warmfleet_loadtest.simulator.api import Served
 from warmfleet_loadtest.simulator.fleet_membership import Membership
 from warmfleet_loadtest.simulator.step_costs import load_costs
@@ -136,6 +136,7 @@ async def split_fleet(
         async def paired() -> bool:
             told = json.loads((await router.get("/workers"))[1])["models"][0]["pairs"]
             use = SPLIT if settings.get("policy", "cost") == "cost" else BY_POLICY
+            use = use if settings.get("token_handoff", True) else HANDOFF_OFF
             return bool(told["pairs"] == wanted and (told["told"] == use or not wanted))
 
         await poll(paired, 30, f"{wanted} pairs")

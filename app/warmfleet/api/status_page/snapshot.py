@@ -89,7 +89,9 @@ def figures(pool: Pool, pools: Pools, found: Reading) -> dict[str, Any]:
         "view_age_s": round(pool.view_age_s, 1) if pool.contacted else None,
         "queue": queue if found.reached else None,
         "ledger": ledger_in_words(found.ledger),
-        "pairs": pairs_in_words(paired, able=pool.view.splits is not None, policy=pool.policy.name),
+        "pairs": pairs_in_words(
+            paired, able=pool.view.splits is not None, handoff=pool.view.may_split, policy=pool.policy.name
+        ),
         "ttft": pool.ttft.figures(),
         "fleet": fleet_figures(found.replicas) if found.reached else None,
         "replicas": [replica_row(view) for view in found.replicas],

@@ -348,6 +348,8 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
             else {},
             beside=_beside(known, model),
             configured=served_model(model) if entry is not None and entry.since_ms else model,
+            policy=await _policy(plan, fleet),
+            handoff=plan.settings.token_handoff,
         )
         return fleet_checks.all_of(reading)
 
@@ -359,6 +361,15 @@ async def _workers(plan: Plan, known: Known, model: str, report: Report) -> None
         return fleet_checks.fights(known.workers.get(model, []), await fleet.workers.read())
 
     await _checked(report, "names", read_again())
+
+
+async def _policy(plan: Plan, fleet: Fleet) -> str:
+    """Return the policy of the pool's routers, of several ``cost``, which splits requests. No router: the setting."""
+    told: set[str] = set()
+    with suppress(WarmfleetError):
+        told = {view.told.policy for view in await fleet.replicas.read() if view.heard}
+    told = told or {plan.settings.policy}
+    return "cost" if "cost" in told else min(told)
 
 
 def _beside(known: Known, model: str) -> list[str]:

@@ -12,7 +12,8 @@ from warmfleet.cli.doctor.finding import Finding, fault, note, ok
 from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
-from warmfleet.pools.pairing import CONFIG, Obstacle, pairing, use_of_pairs
+from warmfleet.pools.capabilities import token_capabilities
+from warmfleet.pools.pairing import CONFIG, Obstacle, pairing, splits_of, use_of_pairs
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
@@ -47,6 +48,7 @@ class PoolReading:
     moved: workers and servers that are alive in another pool, or on their way to one: name -> that pool.
     beside: other pools of the model, which have engines.
     configured: WARMFLEET_MODEL of this pool's engines: the model's name if a registry has the pool, else the tag.
+    policy: in force at a router. handoff: WARMFLEET_TOKEN_HANDOFF.
     """
 
     tag: str
@@ -58,6 +60,8 @@ class PoolReading:
     moved: Mapping[str, str] = field(default_factory=dict)
     beside: Sequence[str] = ()
     configured: str = ""
+    policy: str = "cost"
+    handoff: bool = True
 
     @property
     def name(self) -> str:
@@ -82,7 +86,10 @@ def all_of(pool: PoolReading) -> list[Finding]:
         findings.append(ok("left", f"{in_short(left)} said goodbye"))
     findings += [worker_finding(worker, pool.tag) for worker in here]
     exact = [worker for worker in here if not worker.approximate]
-    findings += schemes(exact) + identities(exact) + shared_urls(exact) + pairs(exact) + full_steps(exact)
+    takes_ids = token_capabilities(announced.Grouping().by_identity([worker for worker in exact if worker.heard]))
+    able = splits_of(pairing(exact), takes_ids) is not None
+    paired = pairs(exact, able=able, handoff=pool.handoff, policy=pool.policy)
+    findings += schemes(exact) + identities(exact) + shared_urls(exact) + paired + full_steps(exact)
     findings += [finding for worker in exact for finding in index(worker, pool.truth)]
     return [*findings, *dropped(pool.truth)]
 
@@ -290,16 +297,21 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
 # ---------------------------------------------------------------- prefill and decode
 
 
-def pairs(workers: Sequence[WorkerView]) -> list[Finding]:
-    """Tell which engines could prefill for which, and note why others could not; no finding without engines' roles."""
+def pairs(
+    workers: Sequence[WorkerView], *, able: bool = True, handoff: bool = True, policy: str = "cost"
+) -> list[Finding]:
+    """Tell which engines could prefill for which, and note why others could not; no finding without engines' roles.
+
+    able, handoff, policy: as of ``use_of_pairs``.
+    """
     found, findings = pairing(workers), []
     if found.pairs:
         prefill, decode = (sorted({pair[end] for pair in found.pairs}) for end in (0, 1))
-        text = (
-            f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use_of_pairs(found)}"
-        )
+        use = use_of_pairs(found, able=able, handoff=handoff, policy=policy)
+        text = f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use}"
         findings.append(ok("pairs", text))
-    findings += _few_decode_engines(found) + _long_leases(workers, found)
+    if able and handoff and policy == "cost":
+        findings += _few_decode_engines(found) + _long_leases(workers, found)
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():
         for obstacle in obstacles:
