@@ -196,11 +196,15 @@ def test_few_decode_engines_are_noted_where_prefill_engines_serve_nothing_alone(
 def test_the_doctor_knows_when_no_request_is_split() -> None:
     fleet = [worker("p", replace(P, lease_s=61)), worker("q", P), worker("d", D)]
     assert len(fleet_checks.pairs(fleet)) == 3, "few decode engines, and a long lease"
-    for facts, use in (({"able": False}, WITHOUT_IDS), ({"able": False, "handoff": False}, HANDOFF_OFF)):
-        [fine] = fleet_checks.pairs(fleet, **facts)
+    for use in (WITHOUT_IDS, HANDOFF_OFF):
+        [fine] = fleet_checks.pairs(fleet, use)
         assert (fine.state, fine.detail) == (State.OK, f"p, q can prefill for d (2 pairs); {use}")
-    fine, *_ = fleet_checks.pairs(fleet, policy="round_robin")
+    fine, idle = fleet_checks.pairs(fleet, BY_POLICY)
     assert fine.detail.endswith(BY_POLICY)
+    assert (idle.state, idle.detail) == (State.NOTE, "no request goes to p, q: only the policy cost splits requests")
+    assert "WARMFLEET_POLICY=cost" in idle.remedy
+    either = [worker("b", BOTH), worker("d", D)]
+    assert len(fleet_checks.pairs(either, BY_POLICY)) == 1, "an engine of both roles serves alone"
 
 
 def test_the_gap_that_a_step_full_of_prompts_makes_is_told() -> None:
@@ -220,6 +224,7 @@ def test_the_gap_that_a_step_full_of_prompts_makes_is_told() -> None:
     assert fleet_checks.full_steps([of("old", None, 9_000), of("new", 8_192, 0), of("odd", 0, 9_000)]) == []
     pair = [of("p", 8_192, 9_000, P), of("d", 8_192, 9_000, D)]
     assert fleet_checks.full_steps(pair) == [], "they share requests"
+    assert len(fleet_checks.full_steps(pair, HANDOFF_OFF)) == 1, "each serves alone"
     assert len(fleet_checks.full_steps(pair[1:])) == 1, "a decode engine without partner serves alone"
 
 

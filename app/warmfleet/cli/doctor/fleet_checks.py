@@ -13,7 +13,7 @@ from warmfleet.cli.terminal.output import in_short
 from warmfleet.fleet import Flag, WorkerState
 from warmfleet.fleet.worker.state import heard
 from warmfleet.pools.capabilities import token_capabilities
-from warmfleet.pools.pairing import CONFIG, Obstacle, pairing, splits_of, use_of_pairs
+from warmfleet.pools.pairing import BY_POLICY, CONFIG, SPLIT, Obstacle, pairing, splits_of, use_of_pairs
 from warmfleet.protocol.pools import served_model
 from warmfleet.protocol.wire import UNMATCHED, Scheme, WireError, default_none_hash
 from warmfleet.settings import without_userinfo
@@ -29,6 +29,7 @@ UNREAD_S = 5.0  # longest time in which no replica reads the streams of cache ev
 LATE_S = 5.0  # age of an unapplied stream entry that is a fault; usually 0.5 s at most, 2 s in a pool at rest
 LONG_LEASE_S = 60
 GAP_S = 0.1  # longest time without a token of an answer that is no note; readers notice more
+EITHER = f'"kv_role": "kv_both" in {CONFIG}'
 SEEDS = 1_024  # number of values of PYTHONHASHSEED (0, 1, ...) that are recognised
 
 PLUGIN_HELP = "see vLLM's log; models that vLLM renders without a template have none"
@@ -88,8 +89,9 @@ def all_of(pool: PoolReading) -> list[Finding]:
     exact = [worker for worker in here if not worker.approximate]
     takes_ids = token_capabilities(announced.Grouping().by_identity([worker for worker in exact if worker.heard]))
     able = splits_of(pairing(exact), takes_ids) is not None
-    paired = pairs(exact, able=able, handoff=pool.handoff, policy=pool.policy)
-    findings += schemes(exact) + identities(exact) + shared_urls(exact) + paired + full_steps(exact)
+    use = use_of_pairs(pairing(exact), able=able, handoff=pool.handoff, policy=pool.policy)
+    paired = pairs(exact, use, pool.tag) + full_steps(exact, use)
+    findings += schemes(exact) + identities(exact) + shared_urls(exact) + paired
     findings += [finding for worker in exact for finding in index(worker, pool.truth)]
     return [*findings, *dropped(pool.truth)]
 
@@ -297,21 +299,22 @@ def shared_urls(workers: Sequence[WorkerView]) -> list[Finding]:
 # ---------------------------------------------------------------- prefill and decode
 
 
-def pairs(
-    workers: Sequence[WorkerView], *, able: bool = True, handoff: bool = True, policy: str = "cost"
-) -> list[Finding]:
+def pairs(workers: Sequence[WorkerView], use: str = SPLIT, tag: str = "") -> list[Finding]:
     """Tell which engines could prefill for which, and note why others could not; no finding without engines' roles.
 
-    able, handoff, policy: as of ``use_of_pairs``.
+    use: what ``use_of_pairs`` tells. tag: of the pool.
     """
     found, findings = pairing(workers), []
     if found.pairs:
         prefill, decode = (sorted({pair[end] for pair in found.pairs}) for end in (0, 1))
-        use = use_of_pairs(found, able=able, handoff=handoff, policy=policy)
         text = f"{in_short(prefill)} can prefill for {in_short(decode)} ({len(found.pairs)} pairs); {use}"
         findings.append(ok("pairs", text))
-    if able and handoff and policy == "cost":
+    if use == SPLIT:
         findings += _few_decode_engines(found) + _long_leases(workers, found)
+    if use == BY_POLICY and (idle := found.having("prefill")):
+        text = f"no request goes to {in_short(idle)}: only the policy cost splits requests"
+        remedy_ = f"warmfleet policy cost --model {tag}, or WARMFLEET_POLICY=cost; or give them {EITHER}"
+        findings.append(note("pairs", text, remedy_))
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():
         for obstacle in obstacles:
@@ -340,7 +343,7 @@ def _few_decode_engines(found: Pairing) -> list[Finding]:
             f"decode engines are fewer ({len(decode)}) than prefill engines ({len(prefill)}), which serve nothing"
             " alone, so few caches must hold the contexts of all answers: in simulation most answers are late from"
             " .7 busy at 6 and 2 engines, about half from .85 at 5 and 3",
-            f'give prefill engines "kv_role": "kv_both" in {CONFIG}, or start decode engines',
+            f"give prefill engines {EITHER}, or start decode engines",
         )
     ]
 
@@ -361,12 +364,13 @@ def _long_leases(workers: Sequence[WorkerView], found: Pairing) -> list[Finding]
     ]
 
 
-def full_steps(workers: Sequence[WorkerView]) -> list[Finding]:
+def full_steps(workers: Sequence[WorkerView], use: str = SPLIT) -> list[Finding]:
     """Tell the gap that a step full of prompts makes in answers, at engines that serve prompts and answers alone.
 
-    Silent for engines that do not announce the most tokens of a step, or whose speed is not known yet.
+    use: what ``use_of_pairs`` tells. Silent for engines that do not announce the most tokens of a step, or whose speed
+    is not known yet.
     """
-    splitting = {worker_id for pair in pairing(workers).splitting for worker_id in pair}
+    splitting = {worker_id for pair in pairing(workers).splitting for worker_id in pair} if use == SPLIT else set()
     gaps: dict[int, dict[str, float]] = {}
     for worker in workers:
         tokens, speed_tps = worker.record.get("step_tokens", 0), worker.load.speed_tps
