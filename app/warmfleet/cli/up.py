@@ -118,8 +118,8 @@ def _check_roles(options: argparse.Namespace) -> None:
         raise CommandError("--prefill and --decode say how many engines to start: leave out --engines and --worker")
     if options.engine == "vllm":
         raise CommandError(
-            "--prefill and --decode start simulated engines. Real vLLM needs the package nixl: give each engine "
-            "--kv-transfer-config yourself and name them with --worker (app/docs/operate.md)"
+            "--prefill and --decode start simulated engines. Real vLLM needs the package nixl: start each engine "
+            "with the plugin and its own --kv-transfer-config, and routers with `warmfleet serve` (README.md, app/docs/operate.md)"
         )
 
 

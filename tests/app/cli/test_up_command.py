@@ -46,7 +46,7 @@ def test_a_model_that_would_be_a_pool_is_refused(words: tuple[str, ...]) -> None
         (("--prefill", "1"), "belong together"),
         (("--prefill", "1", "--decode", "1", "--engines", "2"), "leave out --engines"),
         (("--prefill", "1", "--decode", "1", "--worker", "http://a"), "leave out --engines and --worker"),
-        (("--prefill", "1", "--decode", "1", "--engine", "vllm"), "start simulated engines"),
+        (("--prefill", "1", "--decode", "1", "--engine", "vllm"), "start simulated engines.*plugin.*warmfleet serve"),
     ],
 )
 def test_roles_that_no_engines_can_have_are_refused(words: tuple[str, ...], why: str) -> None:
