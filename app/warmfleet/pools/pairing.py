@@ -37,6 +37,17 @@ LEASES = {
     "NIXL": ("kv_lease_duration", f"in kv_connector_extra_config of {CONFIG}", 30),
     "Mooncake": ("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "in its environment", 480),
 }
+#: What the address is called at which partners ask for memory, and what to do about a local one, by library.
+SIDE_CHANNELS = {
+    "NIXL": (
+        "side channel",
+        "set VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine to its own address; in Kubernetes to its pod's IP",
+    ),
+    "Mooncake": (
+        "bootstrap server",
+        f"leave bootstrap_server_address out of {CONFIG}, so that the prefill engine starts a server of its own",
+    ),
+}
 
 
 class Obstacle(NamedTuple):
@@ -144,10 +155,11 @@ def _obstacles(prefill: Transfer, decode: Transfer, *, together: bool) -> Iterat
             "kv_load_failure_policy of the decode engine is fail: a failed transfer would fail its request",
             f'start the decode engine with "kv_load_failure_policy": "recompute" in {CONFIG}',
         )
-    if prefill.is_local and not together:
+    if prefill.library in SIDE_CHANNELS and prefill.is_local and not together:
+        channel, remedy = SIDE_CHANNELS[prefill.library]
         yield Obstacle(
-            f"the prefill engine's side channel is at {prefill.host}, which the decode engine's machine cannot reach",
-            "set VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill engine to its own address; in Kubernetes to its pod's IP",
+            f"the prefill engine's {channel} is at {prefill.host}, which the decode engine's machine cannot reach",
+            remedy,
         )
     if prefill.library in LEASES and prefill.lease_s < LEAST_LEASE_S:
         name, where, default = LEASES[prefill.library]

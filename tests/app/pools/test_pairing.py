@@ -85,6 +85,10 @@ def test_each_reason_has_its_remedy() -> None:
         assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in remedy
         assert "pod's IP" in remedy
         assert pairing([worker("p", replace(P, host=host), "one"), worker("d", D, "one")]).pairs, "on one machine"
+    mooncake = [replace(of, connector="MooncakeConnector", mode="push", host="127.0.0.1", lease_s=480) for of in (P, D)]
+    [(why, remedy)] = reasons(worker("p", mooncake[0]), worker("d", mooncake[1]))
+    assert "bootstrap server is at 127.0.0.1" in why
+    assert remedy.startswith("leave bootstrap_server_address out")
     for one, other, whose in (
         (replace(P, engine_id="mine"), D, "prefill"),
         (P, replace(D, engine_id="mine"), "decode"),
