@@ -119,7 +119,7 @@ def _check_roles(options: argparse.Namespace) -> None:
     if options.engine == "vllm":
         raise CommandError(
             "--prefill and --decode start simulated engines. Real vLLM needs the package nixl: start each engine "
-            "with the plugin and its own --kv-transfer-config, and routers with `warmfleet serve` (README.md, app/docs/operate.md)"
+            "with the plugin and its own --kv-transfer-config, and routers with `warmfleet serve` (app/docs/operate.md)"
         )
 
 
