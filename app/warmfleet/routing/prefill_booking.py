@@ -41,12 +41,13 @@ class PrefillBooking:
     """What a split request holds at the engine that computes its prompt. It belongs to the request's ``Booking``, whose
     release ends it. How it is settled: ``fleet.PrefillLeg``.
 
-    engine: as decided. answered_at: when the engine's answer was read (``time.perf_counter``). overdue: the blocks did
-    not come, so the other engine's answer was ended: that engine would wait for ever if this one hangs.
+    engine: as decided. answered_at, begun_at: when this engine's answer was read, and when the first bytes of the
+    other's stream were (``time.perf_counter``). overdue: the blocks did not come, so the other engine's answer was
+    ended: that engine would wait for ever if this one hangs.
     """
 
     overdue = False
-    answered_at = 0.0
+    answered_at = begun_at = 0.0
     _due: asyncio.TimerHandle | None = None
     _limit: asyncio.TimerHandle | None = None
     _asking: asyncio.Task[None] | None = None
@@ -73,6 +74,10 @@ class PrefillBooking:
         if self._pool.reservations.prefill_done(self.engine.reservation):
             self._settlements.settle_later(self._pool, self.engine.reservation, "started")
 
+    def begun(self) -> None:
+        """Note that the other engine's stream has begun, as it does with its first token: text may come much later."""
+        self.begun_at = time.perf_counter()
+
     def taken(self, decision: Decision, record: TryRecord, *, streams: bool) -> None:
         """Note that the other engine has sent a token, so it has the blocks. streams: this was its first token."""
         self._stop_clock()
@@ -84,7 +89,7 @@ class PrefillBooking:
         moved = None
         if streams:
             slots = [view.load.slot for view in self._pool.view.workers if view.worker_id == decision.worker_id]
-            lacked, took_s = decision.prompt_tokens - decision.matched_tokens, time.perf_counter() - self.answered_at
+            lacked, took_s = decision.prompt_tokens - decision.matched_tokens, self.begun_at - self.answered_at
             moved = Moved(slots[0], lacked, took_s) if slots else None
         self._end("finished", moved, record)
 
@@ -99,19 +104,22 @@ class PrefillBooking:
         due_s = view.token_s_of(decision.worker_id) * (decision.wait_tokens + lacked)
         if not streams:
             self._due = loop.call_later(due_s, lambda: self._take(decision, record, streams=False))
-        self._limit = loop.call_later(MOVED_S + SLOWER * due_s, self._look, decision, response, streams)
+        self._limit = loop.call_later(MOVED_S + SLOWER * due_s, self._look, decision, record, response)
 
-    def _look(self, decision: Decision, response: EngineResponse, streams: bool) -> None:
-        self._asking = asyncio.get_running_loop().create_task(self._give_up(decision, response, streams=streams))
+    def _look(self, decision: Decision, record: TryRecord, response: EngineResponse) -> None:
+        self._asking = asyncio.get_running_loop().create_task(self._give_up(decision, record, response))
 
-    async def _give_up(self, decision: Decision, response: EngineResponse, *, streams: bool) -> None:
-        """End the other engine's answer, unless its plugin has reported that the prompt is done."""
-        if not streams:
-            try:
-                if await self._pool.fleet.bookings.prefilled(decision.reservation):
-                    return
-            except WarmfleetError:
-                return  # nobody knows, so the client waits on
+    async def _give_up(self, decision: Decision, record: TryRecord, response: EngineResponse) -> None:
+        """End the other engine's answer, unless its plugin has reported that the prompt is done.
+
+        Then it has the blocks, though a stream may have no text: vLLM's parser of tools may hold it back for long.
+        """
+        try:
+            if await self._pool.fleet.bookings.prefilled(decision.reservation):
+                self._take(decision, record, streams=False)
+                return
+        except WarmfleetError:
+            return  # nobody knows, so the client waits on
         self.overdue = response.fail(UpstreamGone("The blocks of the prompt did not come in time."))
         self._pool.avoid(self.engine.worker_id)
 

@@ -169,6 +169,7 @@ class Relay:
         if response.content_type == EVENTS:
             piece, whole = await _opening(response, tried_elsewhere), False
             if attempt.chosen.prefill is not None and response.status == 200:
+                attempt.chosen.prefill.begun()
                 piece = await _with_token(response, piece, tried_elsewhere)
         elif response.complete or _must_be_whole(job, response):
             piece, whole = await _read(response)

@@ -70,6 +70,7 @@ def advance(booking: Booking, steps: int) -> None:
     if steps > 1:
         booking.prefill.answered()
     if steps > 2:
+        booking.prefill.begun()
         booking.prefill.taken(DECISION, TryRecord(), streams=True)
 
 
@@ -96,6 +97,17 @@ async def test_each_step_is_given_back_in_its_way(steps: int, outcome: Any) -> N
     assert booking.pool.reservations.renewals() == []
     assert not booking.pool.degraded.in_flight
     assert [(moved.slot, moved.tokens) for moved in store.moved] == ([(7, 90)] if steps == 3 else [])
+
+
+async def test_a_text_that_is_held_back_does_not_make_its_link_slow() -> None:
+    booking, store = booked()
+    advance(booking, 2)
+    assert booking.prefill is not None
+    booking.prefill.begun()
+    await asyncio.sleep(0.2)
+    booking.prefill.taken(DECISION, TryRecord(), streams=True)
+    assert [0 < moved.seconds < 0.1 for moved in store.moved] == [True]
+    booking.release("finished")
 
 
 async def test_an_answer_that_is_not_streamed_does_not_hold_the_booking() -> None:

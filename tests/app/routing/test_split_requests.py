@@ -23,6 +23,7 @@ from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF
 from warmfleet.routing import prefill_booking, prefills
 from warmfleet.routing.prefill_booking import PrefillBooking
 from warmfleet.routing.transfer_params import PrefillFailed
+from warmfleet_loadtest.simulator.answers import DONE
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
 from warmfleet_loadtest.simulator.scheduler import Leg
@@ -32,7 +33,12 @@ from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from warmfleet_loadtest.simulator.answers import Writer
+    from warmfleet_loadtest.simulator.scheduler import Output, Request
+
 TEXT = " ".join(f"word{number}" for number in range(250))
+#: The event with which vLLM begins the stream of a chat.
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
 LENGTH: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 COMPLETION: dict[str, Any] = LENGTH | {"prompt": TEXT}
 #: The body for a text.
@@ -285,26 +291,63 @@ async def test_a_prefill_engine_that_hangs_before_its_blocks_are_read(
     await fleet.prefill[0].order(resume=True)
 
 
-async def test_a_long_answer_is_no_missing_block(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine has reported the prompt, though no byte of the answer came."""
+def looks_soon(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let the replica look soon whether the blocks came; each look waits for the report. Set after the first look."""
     monkeypatch.setattr(prefill_booking, "SLOWER", 0.0)
     monkeypatch.setattr(prefill_booking, "MOVED_S", 0.2)
-    prefilled, whole, looked, first = Bookings.prefilled, Api._whole, asyncio.Event(), iter([True])
+    prefilled, looked = Bookings.prefilled, asyncio.Event()
 
     async def look(bookings: Bookings, reservation: str) -> bool:
         await poll(lambda: prefilled(bookings, reservation), 30, "the prompt is reported")
         asyncio.get_running_loop().call_soon(looked.set)  # after the caller has taken the answer
         return True
 
+    monkeypatch.setattr(Bookings, "prefilled", look)
+    return looked
+
+
+async def test_a_long_answer_is_no_missing_block(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine has reported the prompt, though no byte of the answer came."""
+    looked, whole, first = looks_soon(monkeypatch), Api._whole, iter([True])
+
     async def ends_later(api: Api, http: Any, writer: Any, request: Any) -> Any:
         if request.leg is not Leg.PREFILL and next(first, False):
             await looked.wait()
         return await whole(api, http, writer, request)
 
-    monkeypatch.setattr(Bookings, "prefilled", look)
     monkeypatch.setattr(Api, "_whole", ends_later)
     assert (await served(fleet, stream=False))["x-warmfleet-prefill-worker"] == "p0.0"
     assert await fleet.results() == {"split": 1}
+
+
+async def test_a_text_that_is_held_back_is_no_missing_block(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the role vLLM sends nothing while its parser of tools holds the text back."""
+    looked, write = looks_soon(monkeypatch), Api._write
+
+    async def holds_back(
+        api: Api, http: web.Request, writer: Writer, sink: asyncio.Queue[Output], requests: list[Request]
+    ) -> web.StreamResponse:
+        if not (writer.ask.transfer or {}).get("do_remote_prefill"):
+            return await write(api, http, writer, sink, requests)
+        outputs = [await sink.get()]
+        stream = web.StreamResponse(headers=EVENTS)
+        await stream.prepare(http)
+        await stream.write(ROLE)
+        await looked.wait()
+        await fleet.given_back()  # nothing is booked for blocks that are there
+        while not outputs[-1].finished:
+            outputs.append(await sink.get())
+        await stream.write(b"".join(map(writer.chunk, outputs)) + DONE)
+        return stream
+
+    monkeypatch.setattr(Api, "_write", holds_back)
+    path = "/v1/chat/completions"
+    body = PATHS[path](TEXT)
+    status, headers, said = await fleet.router.post(body | {"stream": True}, path)
+    assert (status, headers.get("x-warmfleet-prefill-worker")) == (200, "p0.0")
+    assert await fleet.results() == {"split": 1}
+    monkeypatch.setattr(Api, "_write", write)
+    assert streamed_text(said) == text_of(await alone(body, path))
 
 
 async def test_a_prefill_engine_refuses(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,9 +573,8 @@ async def test_a_connection_that_was_open_before_does_not_send_the_parameters_ag
 @pytest.mark.parametrize("ending", ["closed", "error"])
 async def test_the_role_of_a_chat_is_no_token(fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """A decode engine that gets no blocks names the role first."""
-    role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
     error = b'data: {"error":{"message":"Internal server error","code":500}}\n\n'
-    breaking = Breaking(monkeypatch, role + (error if ending == "error" else b""))
+    breaking = Breaking(monkeypatch, ROLE + (error if ending == "error" else b""))
     path = "/v1/chat/completions"
     body = PATHS[path](TEXT)
     status, headers, said = await fleet.router.post(body | {"stream": True}, path)
