@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 16_384
 FAILED = frozenset({500, 502, 503, 504})  # statuses of errors that are the engine's own
 OVERLOADED = 529  # status of an overloaded server in Anthropic's API only
+#: Fields of a choice that it has only with a token, or at its end.
+TELLING = ("text", "token_ids", "logprobs", "finish_reason")
 #: An unfinished first event of at least this length counts as no error, unless it contains a word of an error.
 TELLING_BYTES = 256
 _LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -90,8 +92,7 @@ def _tells(event: Event) -> bool:
     try:
         choices = orjson.loads(event.data)["choices"]
         return not choices or any(
-            choice.get("text") or choice.get("finish_reason") or _has_more(choice.get("delta") or {})
-            for choice in choices
+            any(map(choice.get, TELLING)) or _has_more(choice.get("delta") or {}) for choice in choices
         )
     except (ValueError, LookupError, TypeError, AttributeError):
         return True
@@ -102,6 +103,8 @@ def _has_more(delta: dict[str, Any]) -> bool:
 
 
 def _events(piece: bytes, *, ended: bool) -> Iterator[Event]:
+    if not ended and b"\n" not in piece and b"\r" not in piece:
+        return  # a long event comes in many pieces
     name, data = b"", list[bytes]()
     *lines, unended = _LINE_END.split(piece.removeprefix(_BOM))
     for line in [*lines, unended, b""] if ended else lines:

@@ -54,6 +54,7 @@ BUFFER_MAX_BYTES = 1_048_576
 #: Most seconds and pieces for which a stream that begins with a comment, a ping or half an event waits for its first
 #: event, which may be an error. A comment tells the client to go on waiting, so it must come in time.
 FIRST_EVENT_S, FIRST_EVENT_PIECES = 0.5, 32
+ID_BYTES = 8  # of a token id in JSON, with its comma
 NOT_FOUND = 404  # the status for an unknown model, path or object
 EVENTS, JSON = b"text/event-stream", b"application/json"
 
@@ -170,7 +171,7 @@ class Relay:
             piece, whole = await _opening(response, tried_elsewhere), False
             if attempt.chosen.prefill is not None and response.status == 200:
                 attempt.chosen.prefill.begun()
-                piece = await _with_token(response, piece, tried_elsewhere)
+                piece = await _with_token(job, response, piece, tried_elsewhere)
         elif response.complete or _must_be_whole(job, response):
             piece, whole = await _read(response)
         else:
@@ -366,16 +367,20 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
     return piece
 
 
-async def _with_token(response: EngineResponse, piece: bytes, tried_elsewhere: frozenset[int]) -> bytes:
+async def _with_token(job: Job, response: EngineResponse, piece: bytes, tried_elsewhere: frozenset[int]) -> bytes:
     """Read on until the stream has a token: an engine that gets no blocks says so behind the event with the role.
 
-    Raises as ``_opening``.
+    That event repeats the prompt's text and ids if the request asks for them. Raises as ``_opening``.
     """
+    most_bytes = first_event.MAX_BYTES + len(job.body) + ID_BYTES * job.prompt.prompt_tokens
+    held = b""  # whole events without a token, which are read once
     while True:
-        event = first_event.telling(piece[: first_event.MAX_BYTES], ended=response.at_eof)
-        if event is not None or response.at_eof or len(piece) > first_event.MAX_BYTES:
+        event = first_event.telling(piece, ended=response.at_eof)
+        if event is not None or response.at_eof or len(held) + len(piece) > most_bytes:
             _check_event(event, piece, tried_elsewhere)
-            return piece
+            return held + piece
+        events, end, piece = piece.rpartition(b"\n\n")
+        held += events + end
         piece += await _first_piece(response)
 
 

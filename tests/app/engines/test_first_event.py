@@ -148,6 +148,8 @@ def test_a_stream_tells_nothing_before_its_first_token() -> None:
         b'{"delta":{"content":"a"}}',
         b'{"delta":{"reasoning":"a"}}',
         b'{"delta":{"tool_calls":[{}]}}',
+        b'{"delta":{},"token_ids":[7]}',
+        b'{"delta":{},"logprobs":{"content":[]}}',
     ):
         event = b'data: {"choices":[' + choice + b"]}\n\n"
         assert telling(role + event + error) == Event(b"", event[6:-2])

@@ -17,6 +17,7 @@ from tests.support.polling import poll
 from tests.support.replicas.doctor import doctor
 
 from warmfleet.cli.doctor.finding import State
+from warmfleet.engines import first_event
 from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged, Outliers
 from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF
@@ -580,6 +581,22 @@ async def test_the_role_of_a_chat_is_no_token(fleet: SplitFleet, monkeypatch: py
     status, headers, said = await fleet.router.post(body | {"stream": True}, path)
     assert (status, breaking.asked, headers["x-warmfleet-worker"]) == (200, 1, "p0.0")
     assert streamed_text(said) == text_of(await alone(body, path))
+
+
+async def test_the_role_with_the_ids_of_a_long_prompt_is_no_token(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So vLLM begins if the request asks for token ids."""
+    path = "/v1/chat/completions"
+    body = PATHS[path](TEXT * 5)
+    answer = await alone(body, path)
+    ids = list(range(100_000, 100_000 + answer["usage"]["prompt_tokens"]))
+    role = ROLE.replace(b"data: {", b'data: {"prompt_token_ids":%b,' % json.dumps(ids).encode())
+    assert len(role) > first_event.MAX_BYTES
+    breaking = Breaking(monkeypatch, role)
+    status, headers, said = await fleet.router.post(body | {"stream": True}, path)
+    assert (status, breaking.asked, headers["x-warmfleet-worker"]) == (200, 1, "p0.0")
+    assert streamed_text(said) == text_of(answer)
 
 
 # ---------------------------------------------------------------- parts
