@@ -169,7 +169,9 @@ def _at_engine(attempt: TryRecord, record: RequestRecord, until: float) -> Part:
     seconds = max(0.0, min(attempt.first_byte_at or attempt.ended_at or until, until) - attempt.sent_at)
     at = f"{shown(seconds)} at {worker}"
     if attempt.failure is not None and not answered:
-        return Part(seconds, f"{at}, which failed: {attempt.failure.message.rstrip('.')}", FAILED.format(worker))
+        prefill = attempt.failure.prefill
+        failed = f"whose prefill engine {prefill} failed" if prefill else "which failed"
+        return Part(seconds, f"{at}, {failed}: {attempt.failure.message.rstrip('.')}", FAILED.format(prefill or worker))
     if record.first_byte_at and not answered:
         return Part(0.0, f"{at}, which was asked, too, and was later")
     predicted = predicted_s(attempt)

@@ -112,8 +112,9 @@ class Relay:
                 self._look_at_usage(job, attempt, decision, attempt.tail)
             return ended  # noqa: TRY300  an else would part the steps
         except UpstreamError as error:
-            attempt.record.failed(error)
-            if held is not None and held.overdue:
+            late = held.engine.worker_id if held is not None and held.overdue else ""
+            attempt.record.failed(error, late)
+            if late:
                 raise self._prefills.overdue(booking.pool) from error
             raise
         finally:

@@ -63,17 +63,20 @@ class Event(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The reason why a request or a try failed. word: one of few, for queries, such as the code of an error."""
+    """The reason why a request or a try failed. word: one of few, for queries, such as the code of an error. prefill:
+    the engine that failed, if it was the one that computed the prompt for the chosen worker.
+    """
 
     word: str
     message: str
+    prefill: str = ""
 
 
-def _failure(error: WarmfleetError) -> Failure:
+def _failure(error: WarmfleetError, prefill: str = "") -> Failure:
     """Return the failure without the text of an engine (behind a colon), because it may quote the request."""
     answered = isinstance(error, UpstreamGone) and error.answered
     message = error.message.partition(": ")[0] if answered else error.message
-    return Failure(error.code, message[:MAX_ERROR_CHARACTERS])
+    return Failure(error.code, message[:MAX_ERROR_CHARACTERS], prefill)
 
 
 class TryRecord:
@@ -175,9 +178,9 @@ class TryRecord:
                 ends = tail.find(b"}", ends) + 1
             self.usage = tail[begins:ends]
 
-    def failed(self, error: WarmfleetError) -> None:
-        """Note that the worker failed, or that its answer broke off."""
-        self.failure = _failure(error)
+    def failed(self, error: WarmfleetError, prefill: str = "") -> None:
+        """Note that the worker failed, or that its answer broke off. prefill: see ``Failure``."""
+        self.failure = _failure(error, prefill)
         if self.log_step is not None:
             self.log_step(f"failed: {self.failure.message}")
 

@@ -387,10 +387,10 @@ def _queued() -> RequestRecord:
     return record
 
 
-def _failed_before() -> RequestRecord:
+def _failed_before(prefill: str = "") -> RequestRecord:
     record, one = served(first_s=1.5)
     one.first_byte_at, one.ended_at, one.outcome = 0.0, 100.9, "failed"
-    one.failed(UpstreamGone("The worker closed the connection (ConnectionResetError)."))
+    one.failed(UpstreamGone("The worker closed the connection (ConnectionResetError)."), prefill)
     again = record.begin_try("wf-1")
     again.decided(decision("b"), "cost", 100.9, 1e-4)
     again.began_at = again.decided_at = again.sent_at = 100.9
@@ -494,6 +494,11 @@ SENTENCES: dict[str, tuple[Callable[[], RequestRecord], str, str]] = {
             "(ConnectionResetError); 600 ms at b to its first byte"
         ),
         "`warmfleet doctor` says what is wrong with w",
+    ),
+    "tried again because the prefill engine hung": (
+        lambda: _failed_before("p"),
+        "899 ms at w, whose prefill engine p failed: The worker closed the connection (ConnectionResetError); 600 ms",
+        "`warmfleet doctor` says what is wrong with p",
     ),
     "hedged": (_hedged, "500 ms at b to its first byte", ""),
     "continued elsewhere": (

@@ -287,8 +287,11 @@ async def test_a_prefill_engine_that_hangs_before_its_blocks_are_read(
     """vLLM waits for the blocks for ever."""
     monkeypatch.setattr(prefill_booking, "MOVED_S", 0.3)
     await fleet.prefill[0].order(hang="read")
-    assert (await served(fleet, stream=stream))["x-warmfleet-worker"] == "d0.0"
+    headers = await served(fleet, stream=stream)
+    assert headers["x-warmfleet-worker"] == "d0.0"
     assert await fleet.results() == {"split": 1, "late": 1, "unfit": 1}
+    (why,) = json.loads((await fleet.router.get(f"/why?id={headers['x-request-id']}"))[1])["requests"]
+    assert "d0.0, whose prefill engine p0.0 failed: The blocks of the prompt did not come in time" in why["because"]
     await fleet.prefill[0].order(resume=True)
 
 
