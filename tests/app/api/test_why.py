@@ -106,7 +106,7 @@ async def test_a_request_that_waited_in_the_queue(valkey_url: str, model: str) -
     async with crowded(valkey_url, model) as router:
         async with no_room(router):
             sent = asyncio.create_task(router.post(body(1, max_tokens=40), **{"X-Request-Id": "waits"}))
-            late = asyncio.create_task(router.post(body(2), **{"X-Request-Id": "late", "X-Request-Timeout-Ms": "400"}))
+            late = asyncio.create_task(router.post(body(2), **{"X-Request-Id": "late", "X-Request-Timeout-Ms": "1500"}))
             await some_wait(router, 2)
             found = await one(router, "waits")
             assert "in the queue so far: the engines that suit it were busy" in found["because"]
