@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from warmfleet.errors import UpstreamError, UpstreamGone
 from warmfleet.pools.outliers import Judged
-from warmfleet.prompt.json_splice import spliced, with_fields
+from warmfleet.prompt.json_splice import spliced
 from warmfleet.prompt.request import decoded
+from warmfleet.routing.prefill_answer import PrefillAnswer
+from warmfleet.routing.split_steps import SplitSteps
 from warmfleet.routing.transfer_params import Handover, PrefillFailed, lacks_blocks
+from warmfleet.routing.unread_blocks import UnreadBlocks
 
 if TYPE_CHECKING:
-    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet.fleet import Decision, PrefillLeg
     from warmfleet.metrics import Metrics
     from warmfleet.pools.identified_prompt import IdentifiedPrompt
@@ -44,24 +46,7 @@ if TYPE_CHECKING:
 MARGIN_S = 10.0
 #: The step may take SLOWER times as long as decisions believe, and LEAST_S more; then its engine counts as hung.
 SLOWER, LEAST_S = 4.0, 2.0
-#: Time between two looks at the clock while the answer is awaited: if this process stood still, the answer may be as
-#: old as the last look.
-LOOK_S = 1.0
-ANSWER_MAX_BYTES = 4_194_304  # most bytes of the step's answer: it lists a number for each block of the prompt
 UNKNOWN_TOKEN_S = 1e-4  # prefill of a token if no worker's speed is known, as in lua/parts/shared/alive_workers.lua
-#: Fields of step 1 that differ from the client's.
-ONE_TOKEN = {
-    "max_tokens": b"1",
-    "min_tokens": b"0",
-    "stream": b"false",
-    "stream_options": b"null",
-    "return_token_ids": b"false",
-    # With Mooncake a token that ends the answer frees the blocks at once, and a text of ``stop`` in it leaves them with
-    # the engine until its lease ends, though it reports that the answer was stopped.
-    "ignore_eos": b"true",
-    "stop_token_ids": b"null",
-    "stop": b"null",
-}
 
 
 def unfit(request: Request, form: str, prompt: IdentifiedPrompt, splits: Splits, max_model_len: int) -> bool:
@@ -86,6 +71,7 @@ class Prefills:
     def __init__(self, sender: Sender, handoff: Handoff, metrics: Metrics) -> None:
         self._sender = sender
         self._handoff = handoff
+        self._unread = UnreadBlocks()
         self._results = cache(metrics.splits.labels)
 
     async def body(
@@ -99,7 +85,8 @@ class Prefills:
         began_at = time.perf_counter()
         try:
             base, ids = self._ids(job, booking.prompt, pool, engine, decision)
-            params = await self._params(job, booking, held, base, ids, record)
+            steps = SplitSteps(self._sender, job, pool, engine, decision, record.headers, base, ids)
+            params = await self._params(steps, held, booking.prompt.prompt_tokens)
         except PrefillFailed as error:
             held.release("failed" if error.result in ("failed", "refused") else "cancelled")
             self._results(error.result, pool.tag).inc()
@@ -109,7 +96,7 @@ class Prefills:
         told: Attributes = {"warmfleet.worker": engine.worker_id}
         told["prefill_ms"] = round(1_000 * (time.perf_counter() - began_at), 1)
         job.call.record.event("prefill", **told)
-        return with_params(job, base, ids, params, {})
+        return steps.second(params)
 
     def overdue(self, pool: Pool) -> PrefillFailed:
         """Return the failure of a request whose worker waits in vain for the blocks: the other engine hangs."""
@@ -138,44 +125,41 @@ class Prefills:
             raise PrefillFailed("unfit", "the body has too many parts")
         return made, b""
 
-    async def _params(
-        self, job: Job, booking: Booking, held: PrefillBooking, base: bytes, ids: bytes, record: TryRecord
-    ) -> bytes:
-        """Send step 1, and return the parameters for step 2 as JSON. base, ids: as in ``with_params``.
-
-        Raises PrefillFailed.
-        """
-        pool, engine = booking.pool, held.engine
+    async def _params(self, steps: SplitSteps, held: PrefillBooking, prompt_tokens: int) -> bytes:
+        """Send step 1, and return the parameters for step 2 as JSON. Raises PrefillFailed."""
+        pool, engine = steps.pool, held.engine
         handover = _handover(pool, engine)
-        body = with_params(job, base, ids, handover.first(), ONE_TOKEN)
         token_s = pool.view.token_s_of(engine.worker_id) or UNKNOWN_TOKEN_S
         limit_s = LEAST_S + SLOWER * (token_s * (engine.wait_tokens + engine.prefill_tokens) + engine.tier_s)
         judged = Judged(engine.worker_id, engine.trial)
-        request_id = f"{engine.reservation}.{job.call.record.request_id}"
+        read = partial(handover.second, prompt_tokens=prompt_tokens, judged=judged)
         try:
-            response = self._sender.send(job, pool, engine, request_id, body, record.headers)
+            answer = PrefillAnswer(steps.first(handover.first()))
         except UpstreamError as error:
             raise PrefillFailed("failed", error.message, judged) from error
-        held.sent(response, job.call.received_at)
+        held.sent(answer.response, steps.job.call.received_at)
         try:
-            answer, looked_at = await _whole(response, limit_s)
+            body = await answer.whole(limit_s)
+        except asyncio.CancelledError:
+            self._unread.left(answer, read, steps.refused)
+            raise
         except TimeoutError as error:
+            self._unread.left(answer, read, steps.refused)
             pool.avoid(engine.worker_id)
             raise PrefillFailed("late", f"no answer within {limit_s:.1f} s") from error
         except UpstreamError as error:
+            answer.response.close()
             if not isinstance(error, UpstreamGone) or error.warns_others:
                 pool.avoid(engine.worker_id)
             died = isinstance(error, UpstreamGone) and not error.refused
             raise PrefillFailed("failed", error.message, judged, died=died) from error
-        finally:
-            response.close()  # an engine that is still at work stops, and keeps no blocks
-        params = handover.second(response.status, answer, booking.prompt.prompt_tokens, judged)
+        params = read(answer.response.status, body)
         held.answered()
         if lacks_blocks(params):
-            held.given_up()
+            self._unread.free(params, steps.refused)
             raise PrefillFailed("unfit", "it keeps no longer all blocks that are needed")
         here = any(view.worker_id == engine.worker_id for view in pool.view.workers)
-        if not here or time.perf_counter() - looked_at > handover.transfer.lease_s - MARGIN_S:
+        if not here or time.perf_counter() - answer.looked_at > handover.transfer.lease_s - MARGIN_S:
             held.given_up()
             raise PrefillFailed("late", "the lease of the blocks may have ended, or the engine has left")
         return params
@@ -220,36 +204,6 @@ def _are_texts(stop: Any) -> bool:
 
 def _are_flags(options: Any) -> bool:
     return isinstance(options, dict) and all(type(value) is bool for value in options.values())
-
-
-def with_params(job: Job, base: bytes, ids: bytes, params: bytes, changes: dict[str, bytes]) -> bytes:
-    """Return the body of a step: ``base`` with the changes and the parameters. ids: of a chat; empty: in ``base``."""
-    given = params if not ids else b"".join((b'{"prompt_token_ids":', ids, b",", params[1:]))
-    if changes and job.request.endpoint == "chat":
-        changes = {**changes, "max_completion_tokens": b"1"}
-        if job.request.tools:  # an engine may fail to read a call of a tool out of one token
-            changes["tool_choice"] = b'"none"'
-    return with_fields(base, {**changes, "kv_transfer_params": given})
-
-
-async def _whole(response: EngineResponse, limit_s: float) -> tuple[bytes, float]:
-    """Return the whole body, and a time at which it had not come yet. Raises UpstreamError, TimeoutError."""
-    looked_at = time.perf_counter()
-    ends, body = looked_at + limit_s, b""
-    while True:
-        try:
-            async with asyncio.timeout(min(LOOK_S, ends - time.perf_counter())):
-                await response.head()
-                while not response.at_eof:
-                    body += await response.read_any()
-                    if len(body) > ANSWER_MAX_BYTES:
-                        raise UpstreamError("The answer is too long.")
-                return body, looked_at
-        except TimeoutError:
-            if not response.complete:  # else it may have come before this process stood still
-                looked_at = time.perf_counter()
-                if looked_at >= ends:
-                    raise
 
 
 def _handover(pool: Pool, engine: PrefillLeg) -> Handover:

@@ -119,7 +119,8 @@ class Relay:
             raise
         finally:
             attempt.record.came(response)
-            response.close()  # an answer that is not complete is aborted, so that the engine stops its work
+            # An answer that is not complete is aborted, so that the engine stops its work.
+            response.close() if held is None else held.close(response)
 
     def _look_at_usage(self, job: Job, attempt: Attempt, decision: Decision, tail: AnswerTail) -> None:
         """Compare the tokens that the answer reports with those that were expected."""

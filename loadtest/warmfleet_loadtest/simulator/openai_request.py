@@ -91,8 +91,11 @@ class OpenAIRequest:
         return sum(map(len, self.prompts))
 
     def requests(self, tokenizer: PromptTokenizer, max_model_len: int) -> list[Request]:
-        """Make a sequence per prompt and choice, with vLLM's kind of ids. Raises RefusedError for too long a prompt."""
+        """Make a sequence per prompt and choice, with vLLM's ids. Raises RefusedError for limits that it refuses."""
         made = []
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            told = f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
+            raise RefusedError(told, param="min_tokens")
         for position, prompt in enumerate(self.prompts):
             name = self.request_id if self.chat else f"{self.request_id}-{position}"
             seed = zlib.crc32(str(prompt[-64:]).encode())

@@ -21,13 +21,15 @@ from warmfleet.engines import first_event
 from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged, Outliers
 from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF
-from warmfleet.routing import prefill_booking, prefills
+from warmfleet.routing import prefill_answer, prefill_booking, prefills, unread_blocks
+from warmfleet.routing.prefill_answer import PrefillAnswer
 from warmfleet.routing.prefill_booking import PrefillBooking
 from warmfleet.routing.transfer_params import PrefillFailed
 from warmfleet_loadtest.simulator.answers import DONE
 from warmfleet_loadtest.simulator.api import EVENTS, Api
 from warmfleet_loadtest.simulator.openai_request import RefusedError
 from warmfleet_loadtest.simulator.scheduler import Leg
+from warmfleet_loadtest.simulator.transfers.engine_side import Transfers
 from warmfleet_loadtest.simulator.transfers.faults import Faults
 from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
 
@@ -141,7 +143,6 @@ UNFIT: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
     "prompts": {"prompt": [TEXT, TEXT]},
     "decode engines cannot read it": {"max_tokens": "8"},
-    "min_tokens": {"min_tokens": 20, "max_tokens": 8},
     "options of no stream": {"stream_options": {"include_usage": True}},
 }
 
@@ -155,9 +156,10 @@ async def test_one_engine_serves_a_request_that_two_cannot(fleet: SplitFleet) ->
     await fleet.given_back()
 
 
-async def test_no_prompt_is_computed_for_an_answer_that_is_too_long(fleet: SplitFleet) -> None:
-    assert (await fleet.router.post(COMPLETION | {"max_tokens": 40_000}))[0] == 400
-    assert (await fleet.results(), fleet.prefilled(), await fleet.leg_load()) == ({"unfit": 1}, 0, 0)
+@pytest.mark.parametrize("limits", [{"max_tokens": 40_000}, {"min_tokens": 20}])
+async def test_no_prompt_is_computed_for_limits_that_engines_refuse(fleet: SplitFleet, limits: dict[str, int]) -> None:
+    assert (await fleet.router.post(COMPLETION | limits))[0] == 400
+    assert (set(await fleet.results()), fleet.prefilled(), await fleet.leg_load()) == ({"unfit"}, 0, 0)
 
 
 async def test_other_policies_take_one_engine(valkey_url: str, model: str) -> None:
@@ -387,6 +389,7 @@ async def test_blocks_of_which_one_is_gone_are_not_read(fleet: SplitFleet, monke
     await served(fleet)
     assert await fleet.results() == {"unfit": 2}, "once for two engines, and then for one"
     assert (fleet.prefilled(), fleet.taken()) == (1, 0)
+    await fleet.given_back()
 
 
 @pytest.mark.parametrize("when", ["slow", "stopped"])
@@ -395,7 +398,7 @@ async def test_blocks_whose_lease_may_have_ended_are_not_read(
 ) -> None:
     """slow: this process stands still before the answer comes. stopped: afterwards, so it comes with the next look."""
     monkeypatch.setattr(prefills, "MARGIN_S", 29.8)  # the engine keeps blocks for 30 s
-    monkeypatch.setattr(prefills, "LOOK_S", 0.3 if when == "stopped" else 2.0)
+    monkeypatch.setattr(prefill_answer, "LOOK_S", 0.3 if when == "stopped" else 2.0)
     take_params, reach = PrefillSide.take_params, Faults.reach
 
     def stands_still(side: PrefillSide, request: Any) -> Any:
@@ -511,6 +514,70 @@ async def test_a_client_hangs_up_while_its_prompt_is_computed(valkey_url: str, m
         await poll(lambda: not core.running, 5, "the prefill engine has stopped")
         await fleet.given_back()
         assert fleet.prefilled() == 0
+
+
+def _never_read(monkeypatch: pytest.MonkeyPatch) -> list[PrefillAnswer]:
+    """Let requests wait for a step's answer for ever. Return the answers, which come all the same."""
+    waited: list[PrefillAnswer] = []
+    whole = PrefillAnswer.whole
+
+    async def waits(answer: PrefillAnswer, limit_s: float) -> bytes:
+        if answer in waited:
+            return await whole(answer, limit_s)
+        waited.append(answer)
+        return await asyncio.Future()
+
+    monkeypatch.setattr(PrefillAnswer, "whole", waits)
+    return waited
+
+
+@over_both
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_hangs_up_as_the_prefill_engine_answers(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The blocks are free long before the lease of 30 s ends."""
+    waited = _never_read(monkeypatch)
+    asked = asyncio.create_task(fleet.router.post(PATHS[path](TEXT) | {"stream": True}, path))
+    await poll(lambda: waited and waited[0].response.complete, 10, "the prefill engine has answered")
+    asked.cancel()
+    await fleet.given_back()
+    assert (fleet.prefilled(), fleet.taken()) == (1, 0)
+
+
+async def test_no_more_prompts_than_a_bound_are_freed_at_a_time(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_blocks, "MOST", 0)
+    waited = _never_read(monkeypatch)
+    asked = asyncio.create_task(fleet.router.post(COMPLETION))
+    await poll(lambda: waited and waited[0].response.complete, 10, "the prefill engine has answered")
+    asked.cancel()
+
+    async def free() -> bool:
+        return not await fleet.leg_load()
+
+    await poll(free, 10, "nothing is booked")
+    assert fleet.pinned
+
+
+async def test_a_client_hangs_up_before_the_decode_engine_has_read_its_request(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An API server that sees no client any more once it comes to the request tells nobody."""
+    begin, arrived = Transfers.begin, asyncio.Event()
+
+    async def late(side: Transfers, params: Any, *more: Any, **named: Any) -> None:
+        if params["do_remote_prefill"]:
+            arrived.set()
+            await asyncio.sleep(0.2)
+        await begin(side, params, *more, **named)
+
+    monkeypatch.setattr(Transfers, "begin", late)
+    asked = asyncio.create_task(fleet.router.post(COMPLETION | {"stream": True}))
+    await arrived.wait()
+    asked.cancel()
+    await fleet.given_back()
 
 
 async def test_a_client_hangs_up_while_its_blocks_travel(fleet: SplitFleet) -> None:
