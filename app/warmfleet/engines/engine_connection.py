@@ -157,12 +157,6 @@ class EngineResponse:
         self._hang_up()
         self.pieces.clear()
 
-    def end_sending(self) -> bool:
-        """Tell the engine that nobody awaits its answer, so that it stops its work; an answer that is on its way still
-        comes. Returns False if this connection cannot: then ``close`` it.
-        """
-        return self._connection is not None and self._connection.end_sending()
-
     def _read(self) -> bytes:
         pieces = self.pieces
         piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -278,8 +272,8 @@ class Connection(asyncio.Protocol):
     """A connection, for one request after the other. After each whole answer it goes back to ``kept``."""
 
     __slots__ = (
-        "_answer", "_ended", "_fields", "_fields_bytes", "_hang_up", "_interim", "_keep_alive", "_kept", "_parser",
-        "_reused", "_since_body", "_transport", "_until_close", "idle_since",
+        "_answer", "_fields", "_fields_bytes", "_hang_up", "_interim", "_keep_alive", "_kept", "_parser", "_reused",
+        "_since_body", "_transport", "_until_close", "idle_since",
     )  # fmt: skip
 
     def __init__(self, kept: KeptConnections) -> None:
@@ -287,7 +281,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until connection_made
         self._answer: EngineResponse | None = None
-        self._reused = self._ended = False
+        self._reused = False
         self._hang_up: select.poll | None = None
         self.idle_since = 0.0
 
@@ -312,14 +306,6 @@ class Connection(asyncio.Protocol):
 
     def resume(self) -> None:
         self._transport.resume_reading()
-
-    def end_sending(self) -> bool:
-        """Send FIN, and serve no further request. Returns False with TLS, and if the request is not sent yet."""
-        if not self._transport.can_write_eof() or self._transport.get_write_buffer_size():
-            return False
-        self._transport.write_eof()
-        self._ended, self._keep_alive = True, False
-        return True
 
     def abort(self) -> None:
         """Close the connection at once. The answer under way gets no error."""
@@ -434,7 +420,7 @@ class Connection(asyncio.Protocol):
                     raise MalformedError("a transfer encoding besides chunked")
                 sized = True
         self._until_close = not sized
-        self._keep_alive = self._parser.should_keep_alive() and not self._ended
+        self._keep_alive = self._parser.should_keep_alive()
         self._fields_bytes = self._since_body = 0
         answer.status, answer.headers = status, self._fields
         if answer.without_body:

@@ -18,11 +18,13 @@ ANSWER_MAX_BYTES = 4_194_304  # most bytes of the answer: it lists a number for 
 
 
 class PrefillAnswer:
-    """looked_at: a time at which the answer was not whole yet (``time.perf_counter``)."""
+    """began_at, looked_at: when the request was sent, and a time at which the answer was not whole yet (by
+    ``time.perf_counter``).
+    """
 
     def __init__(self, response: EngineResponse) -> None:
         self.response = response
-        self.looked_at = time.perf_counter()
+        self.began_at = self.looked_at = time.perf_counter()
         self._body = b""
 
     async def whole(self, limit_s: float) -> bytes:

@@ -130,7 +130,7 @@ class PrefillBooking:
         If its client leaves before that, it tells nobody, and this engine's blocks stay until the lease ends.
         """
         wait_s = self.answered_at + READ_S - time.perf_counter()
-        if self.state is PrefillState.ANSWERED and not self.begun_at and wait_s > 0.0:
+        if self.answered_at and not self.begun_at and not response.complete and wait_s > 0.0:
             asyncio.get_running_loop().call_later(wait_s, response.close)
         else:
             response.close()

@@ -130,7 +130,8 @@ class Prefills:
         pool, engine = steps.pool, held.engine
         handover = _handover(pool, engine)
         token_s = pool.view.token_s_of(engine.worker_id) or UNKNOWN_TOKEN_S
-        limit_s = LEAST_S + SLOWER * (token_s * (engine.wait_tokens + engine.prefill_tokens) + engine.tier_s)
+        believed_s = token_s * (engine.wait_tokens + engine.prefill_tokens) + engine.tier_s
+        limit_s = LEAST_S + SLOWER * believed_s
         judged = Judged(engine.worker_id, engine.trial)
         read = partial(handover.second, prompt_tokens=prompt_tokens, judged=judged)
         try:
@@ -141,10 +142,10 @@ class Prefills:
         try:
             body = await answer.whole(limit_s)
         except asyncio.CancelledError:
-            self._unread.left(answer, read, steps.refused)
+            self._unread.left(answer, believed_s, limit_s, read, steps.refused)
             raise
         except TimeoutError as error:
-            self._unread.left(answer, read, steps.refused)
+            answer.response.close()
             pool.avoid(engine.worker_id)
             raise PrefillFailed("late", f"no answer within {limit_s:.1f} s") from error
         except UpstreamError as error:

@@ -1,12 +1,17 @@
-"""Frees the blocks of a prompt that no decode engine will read, as its client left just as the prefill engine answered.
+"""Frees the blocks of a prompt that no decode engine will read, because its client left during the first step.
 
 The prefill engine would keep them until its lease ends. A decode engine that refuses the second step tells it at once
 that they are not needed.
+
+If the client leaves early in the step, the prefill engine is stopped. Later the prompt may just be computed, and if its
+server learns of the client's end before it has answered, vLLM keeps the blocks and tells nobody where they are. So the
+answer is awaited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,7 +29,8 @@ if TYPE_CHECKING:
     #: Sends the decode engine a step 2 with these parameters that it must refuse. Raises UpstreamError.
     Refused = Callable[[bytes], EngineResponse]
 
-ANSWER_S = 1.0  # time for an answer that is on its way: an engine that was still at work has stopped
+#: The step may end after this share of the time that it is believed to take: prompts before it may be half done.
+STOP_SHARE = 0.25
 REFUSAL_S = 5.0  # time for the decode engine to refuse
 MOST = 256  # most prompts at a time; the blocks of further ones stay until their leases end
 
@@ -35,13 +41,17 @@ class UnreadBlocks:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def left(self, answer: PrefillAnswer, read: Read, refused: Refused) -> None:
-        """Stop the engine whose ``answer`` nobody awaits any more, and free the blocks if it has answered already."""
-        response = answer.response
-        if len(self._tasks) < MOST and (response.complete or response.end_sending()):
-            self._begin(_after(answer, read, refused))
+    def left(self, answer: PrefillAnswer, believed_s: float, limit_s: float, read: Read, refused: Refused) -> None:
+        """Free the blocks of a step whose client has left.
+
+        believed_s, limit_s: time that the step is believed to take, and that it may take.
+        """
+        took_s = time.perf_counter() - answer.began_at
+        ends_now = answer.response.complete or STOP_SHARE * believed_s <= took_s < limit_s
+        if ends_now and len(self._tasks) < MOST:
+            self._begin(_after(answer, limit_s - took_s, read, refused))
         else:
-            response.close()
+            answer.response.close()
 
     def free(self, params: bytes, refused: Refused) -> None:
         """Free the blocks to which these parameters lead."""
@@ -54,9 +64,10 @@ class UnreadBlocks:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _after(answer: PrefillAnswer, read: Read, refused: Refused) -> None:
+async def _after(answer: PrefillAnswer, limit_s: float, read: Read, refused: Refused) -> None:
     try:
-        params = read(answer.response.status, await answer.whole(ANSWER_S))
+        body = await answer.whole(limit_s)
+        params = read(answer.response.status, body)
     except (TimeoutError, UpstreamError, PrefillFailed):  # so the engine keeps nothing
         return
     finally:

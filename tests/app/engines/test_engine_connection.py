@@ -24,8 +24,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.sent = b""
         self.unsent = 0
-        self.closed = self.paused = self.ended = False
-        self.tls = False
+        self.closed = self.paused = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self  # the socket, whose options are tried on a real one
@@ -41,12 +40,6 @@ class Wire(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return self.unsent
-
-    def can_write_eof(self) -> bool:
-        return not self.tls
-
-    def write_eof(self) -> None:
-        self.ended = True
 
     def pause_reading(self) -> None:
         self.paused = True
@@ -253,25 +246,6 @@ def test_a_connection_that_is_not_done_sending_is_not_used_again() -> None:
     talk.wire.unsent = 1
     assert talk.says(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n").result.kept is False
     assert talk.wire.closed
-
-
-def test_an_answer_that_is_on_its_way_comes_behind_the_end_of_sending() -> None:
-    """The engine stops if it is still at work, and the connection serves no other request."""
-    talk = Talk()
-    assert talk.answer.end_sending()
-    assert talk.wire.ended
-    assert not talk.wire.closed
-    result = talk.says(WHOLE["length"][0]).result
-    assert (result.complete, result.body, result.kept) == (True, b"hello", False)
-    assert talk.wire.closed
-
-
-@pytest.mark.parametrize("change", [{"tls": True}, {"unsent": 1}])
-def test_sending_cannot_end_over_tls_or_before_all_is_sent(change: dict[str, Any]) -> None:
-    talk = Talk()
-    vars(talk.wire).update(change)
-    assert not talk.answer.end_sending()
-    assert not talk.wire.ended
 
 
 def test_bytes_between_two_requests_close_the_connection() -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from tests.support.replicas.replica import Replica
 
+    from warmfleet.fleet import Fleet
+
 BUSY = 16  # requests that seem to be under way at a decode engine, so that prompts are cheaper elsewhere
 RESULTS = ("split", "cheaper", "unfit", "no_pair", "failed", "refused", "late")
 
@@ -40,10 +42,7 @@ class SplitFleet:
     async def busy(self, *workers: str) -> None:
         """Let engines seem busy; by default all decode engines, so that decisions split requests."""
         for worker_id in workers or [f"d{number}.0" for number in range(len(self.decode))]:
-            for _ in range(BUSY):
-                question = Question(new_reservation(1), (), 16, 32, only=(worker_id,))
-                await self.router.fleet.bookings.decide(question)
-                await self.router.fleet.bookings.settle(question.reservation, "started")  # else others would wait
+            await make_busy(self.router.fleet, worker_id)
 
     async def results(self) -> dict[str, int]:
         """The counts of ``warmfleet_split_requests`` that are not 0."""
@@ -89,6 +88,14 @@ class SplitFleet:
             assert side is not None
             assert dict(side.counts.violations) == {}
             assert side.counts.wrong_answers == 0
+
+
+async def make_busy(fleet: Fleet, worker_id: str) -> None:
+    """Let an engine seem busy."""
+    for _ in range(BUSY):
+        question = Question(new_reservation(1), (), 16, 32, only=(worker_id,))
+        await fleet.bookings.decide(question)
+        await fleet.bookings.settle(question.reservation, "started")  # else others would wait
 
 
 @asynccontextmanager
