@@ -24,7 +24,10 @@ CONFIG = "--kv-transfer-config"
 OTHERS = {"prefill": ("decode", "kv_consumer"), "decode": ("prefill", "kv_producer")}
 #: What routers do with the pairs.
 SPLIT = "requests may be split over them"
-NOT_SPLIT = "requests are not split over them: only over NIXL that pulls, and Mooncake without sliding windows"
+NOT_SPLIT = (
+    "requests are not split over them: only over NIXL that pulls, and over Mooncake of vLLM 0.32 and newer "
+    "without sliding windows"
+)
 BY_POLICY = "requests are not split over them: only the policy cost does that"
 WITHOUT_IDS = "requests are not split over them: their engines take no token ids from routers"
 HANDOFF_OFF = "requests are not split over them: WARMFLEET_TOKEN_HANDOFF=0 keeps token ids from engines"

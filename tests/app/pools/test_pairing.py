@@ -129,13 +129,16 @@ def test_requests_are_split_over_engines_that_take_the_same_ids() -> None:
     assert use_of_pairs(found) == SPLIT
     assert use_of_pairs(found, able=False) == WITHOUT_IDS
     assert use_of_pairs(found, able=False, handoff=False) == HANDOFF_OFF, "the engines are not to blame"
-    for name, whole, splits in (
-        ("NixlPushConnector", "True", False),
-        ("MooncakeConnector", "True", True),
-        ("MooncakeConnector", "False", False),
+    for name, version, whole, splits in (
+        ("NixlPushConnector", "0.32.0", "True", False),
+        ("MooncakeConnector", "0.32.0+cpu", "True", True),
+        ("MooncakeConnector", "0.32.0", "False", False),
+        ("MooncakeConnector", "0.31.1", "True", False),
+        ("MooncakeConnector", "main", "True", True),
     ):
         ours, theirs = (
-            but(replace(of, connector=name, mode="push", host=""), **{"full attention": whole}) for of in (P, D)
+            but(replace(of, connector=name, mode="push", host=""), **{"full attention": whole, "vLLM": version})
+            for of in (P, D)
         )
         told = pairing([worker("p", ours), worker("d", theirs)])
         assert told.pairs == {("p", "d")}

@@ -26,6 +26,8 @@ HANDS_OVER: Mapping[str, str] = {
 OF_A_VERSION = VLLM, NIXL_CONNECTOR = "vLLM", "NIXL connector"
 NIXL_HASH = "NIXL's hash"
 KEEPS_ALL = "full attention"
+#: First release of vLLM whose decode engine outlives that a request ends before Mooncake has its blocks.
+MOONCAKE_SINCE = (0, 32)
 MAX_SAME = 16  # most settings that partners must have in common
 MAX_TEXT = 96  # longest text of the fact; a whole join may have 4,096 bytes
 _TEXT = re.compile(f"[ -~]{{0,{MAX_TEXT}}}")  # ASCII without control characters
@@ -81,10 +83,12 @@ class Transfer:
     def splits(self) -> bool:
         """Whether routers know a safe way to split requests over such engines.
 
-        Mooncake's prefill engines may have freed a block of a sliding window that is needed, and tell nobody.
+        Mooncake's prefill engines may have freed a block of a sliding window that is needed, and tell nobody. A release
+        that is not known counts as new.
         """
         if self.library == "Mooncake":
-            return dict(self.same).get(KEEPS_ALL) == "True"
+            same = dict(self.same)
+            return same.get(KEEPS_ALL) == "True" and (release(same.get(VLLM, "")) or MOONCAKE_SINCE) >= MOONCAKE_SINCE
         return self.library == "NIXL" and self.mode == "pull"
 
     @property
@@ -105,6 +109,12 @@ class Transfer:
         """Return what a join announces. ``kin`` is in it for scripts, which read no further field."""
         told: dict[str, Any] = {name: getattr(self, name) for name in (*_TEXTS, *_LIMITS)}
         return told | {"recomputes": int(self.recomputes), "same": dict(self.same), "kin": self.kin}
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version of vLLM; nothing if it has none."""
+    numbers = version.split(".")[:2]
+    return tuple(map(int, numbers)) if all(number.isdecimal() for number in numbers) else ()
 
 
 def short(text: str) -> str:

@@ -15,6 +15,7 @@ from warmfleet_worker.protocol.transfer import (
     NIXL_HASH,
     VLLM,
     Transfer,
+    release,
     short,
 )
 from warmfleet_worker.vllm_hooks.compatibility import Part, missing, refuse, version
@@ -89,15 +90,9 @@ def unfit_alone(vllm_config: Any) -> str:
     if config is None or not config.kv_connector:
         return ""
     roles = [role for name, role, _ in _parts(config) if name == "MoRIIOConnector"]
-    if not roles or roles == ["kv_producer"] or _release() >= _MORIIO_SINCE:
+    if not roles or roles == ["kv_producer"] or release(version()) >= _MORIIO_SINCE:
         return ""
     return f"MoRIIOConnector of vLLM {version()} would answer requests that no prefill engine has computed wrongly"
-
-
-def _release() -> tuple[int, ...]:
-    """Return the first two numbers of the version; nothing if it has none."""
-    numbers = version().split(".")[:2]
-    return tuple(map(int, numbers)) if all(number.isdecimal() for number in numbers) else ()
 
 
 def _parts(config: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
