@@ -372,7 +372,7 @@ async def _opening(response: EngineResponse, tried_elsewhere: frozenset[int]) ->
 async def _with_token(job: Job, response: EngineResponse, piece: bytes, tried_elsewhere: frozenset[int]) -> bytes:
     """Read on until the stream has a token: an engine that gets no blocks says so behind the event with the role.
 
-    That event repeats the prompt's text and ids if the request asks for them. Raises as ``_opening``.
+    The event with the role repeats the prompt's text and ids if the request asks for them. Raises as ``_opening``.
     """
     most_bytes = first_event.MAX_BYTES + len(job.body) + ID_BYTES * job.prompt.prompt_tokens
     held = b""  # whole events without a token, which are read once

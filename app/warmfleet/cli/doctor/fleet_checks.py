@@ -259,9 +259,9 @@ def identities(workers: Sequence[WorkerView]) -> list[Finding]:
     beside = [worker.worker_id for worker in nothing if not bridged(worker)]
     findings = []
     lacking = "announce no tokenizer and no chat template: prompts are placed by load, or an engine is asked"
-    for names, remedy_ in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
+    for names, help_text in ((behind, BRIDGE_HELP), (beside, PLUGIN_HELP)):
         if names:
-            findings.append(note("identity", f"{in_short(names)} {lacking}", remedy_))
+            findings.append(note("identity", f"{in_short(names)} {lacking}", help_text))
     if len(groups) == 1:
         ((key, same),) = groups.items()
         findings.append(ok("identity", f"announced by {len(same)}: {announced.in_words(key, same)}"))
@@ -313,8 +313,8 @@ def pairs(workers: Sequence[WorkerView], use: str = SPLIT, tag: str = "") -> lis
         findings += _few_decode_engines(found) + _long_leases(workers, found)
     if use == BY_POLICY and (idle := found.having("prefill")):
         text = f"no request goes to {in_short(idle)}: only the policy cost splits requests"
-        remedy_ = f"warmfleet policy cost --model {tag}, or WARMFLEET_POLICY=cost; or give them {EITHER}"
-        findings.append(note("pairs", text, remedy_))
+        how = f"warmfleet policy cost --model {tag}, or WARMFLEET_POLICY=cost; or give them {EITHER}"
+        findings.append(note("pairs", text, how))
     reasons: dict[Obstacle, list[tuple[str, str]]] = {}
     for pair, obstacles in found.refused.items():
         for obstacle in obstacles:
