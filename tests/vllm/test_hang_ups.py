@@ -1,4 +1,4 @@
-"""Real vLLM, a prefill and a decode engine behind a router: clients that leave at any time leave no blocks behind."""
+"""Real vLLM, a prefill and a decode engine behind a router: the blocks of clients that leave are freed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ pytestmark = [
 ]
 CLIENTS, AT_ONCE, PROMPT = 200, 2, 1_000
 BLOCKS = 2_000  # at the prefill engine, so that it keeps on computing whatever stays
-#: Share of prompts that may stay: of those that were done in a quarter of the time that the router believed.
-MOST_KEPT = 0.2
+#: Share of prompts that may stay: the engine answered just as a client left, long before the router believed that.
+MOST_KEPT = 0.1
 
 
 def nixl(redis_url: str, name: str, role: str) -> EngineOptions:
@@ -49,7 +49,7 @@ def nixl(redis_url: str, name: str, role: str) -> EngineOptions:
 
 
 @pytest.mark.parametrize("options", [nixl, test_mooncake.options], ids=["nixl", "mooncake"])
-async def test_clients_that_leave_at_any_time_leave_no_blocks_behind(options: Callable[..., EngineOptions]) -> None:
+async def test_blocks_of_clients_that_leave_at_any_time_are_freed(options: Callable[..., EngineOptions]) -> None:
     with server(valkey_binary()) as redis_url:
         wanted = replace(options(redis_url, "p", "kv_producer"), blocks=BLOCKS), options(redis_url, "d", "kv_consumer")
         patient = {"WARMFLEET_DECIDE_TIMEOUT_S": PATIENT_SECONDS}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 #: The blocks may take SLOWER times as long as the engine that takes them would compute them, and MOVED_S more: the
 #: first handshake of a pair takes up to 9 s.
 SLOWER, MOVED_S = 4.0, 12.0
-READ_S = 1.0  # time in which the other engine's server has read the parameters, however busy
 
 
 class PrefillState(Enum):
@@ -123,17 +122,6 @@ class PrefillBooking:
             return  # nobody knows, so the client waits on
         self.overdue = response.fail(UpstreamGone("The blocks of the prompt did not come in time."))
         self._pool.avoid(self.engine.worker_id)
-
-    def close(self, response: EngineResponse) -> None:
-        """Close the other engine's answer once that engine must have read the parameters.
-
-        If its client leaves before that, it tells nobody, and this engine's blocks stay until the lease ends.
-        """
-        wait_s = self.answered_at + READ_S - time.perf_counter()
-        if self.answered_at and not self.begun_at and not response.complete and wait_s > 0.0:
-            asyncio.get_running_loop().call_later(wait_s, response.close)
-        else:
-            response.close()
 
     def _stop_clock(self) -> None:
         for running in (self._due, self._limit, self._asking):

@@ -66,12 +66,12 @@ def unfit(request: Request, form: str, prompt: IdentifiedPrompt, splits: Splits,
 
 
 class Prefills:
-    """Takes step 1 for the split jobs of one replica."""
+    """Takes step 1 for the split jobs of one replica. unread: frees blocks that nobody will read."""
 
     def __init__(self, sender: Sender, handoff: Handoff, metrics: Metrics) -> None:
         self._sender = sender
         self._handoff = handoff
-        self._unread = UnreadBlocks()
+        self.unread = UnreadBlocks()
         self._results = cache(metrics.splits.labels)
 
     async def body(
@@ -142,7 +142,7 @@ class Prefills:
         try:
             body = await answer.whole(limit_s)
         except asyncio.CancelledError:
-            self._unread.left(answer, believed_s, limit_s, read, steps.refused)
+            self.unread.left(answer, believed_s, limit_s, read, steps.refusals())
             raise
         except TimeoutError as error:
             answer.response.close()
@@ -157,7 +157,7 @@ class Prefills:
         params = read(answer.response.status, body)
         held.answered()
         if lacks_blocks(params):
-            self._unread.free(params, steps.refused)
+            self.unread.free(params, steps.refusals())
             raise PrefillFailed("unfit", "it keeps no longer all blocks that are needed")
         here = any(view.worker_id == engine.worker_id for view in pool.view.workers)
         if not here or time.perf_counter() - answer.looked_at > handover.transfer.lease_s - MARGIN_S:

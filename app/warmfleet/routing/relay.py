@@ -62,7 +62,7 @@ Ended = Literal["finished", "failed"]
 
 
 class Relay:
-    """Sends requests to the workers that were chosen for them, and passes the answers on."""
+    """Sends requests to the workers that were chosen for them, and passes the answers on. prefills: the first steps."""
 
     def __init__(self, upstream: Upstream, settings: Settings, metrics: Metrics) -> None:
         self._sender = Sender(upstream, settings)
@@ -71,7 +71,7 @@ class Relay:
         self._answer_headers = settings.answer_headers
         self._cache_reports = CacheReports(metrics)
         self._handoff = Handoff(metrics, enabled=settings.token_handoff)
-        self._prefills = Prefills(self._sender, self._handoff, metrics)
+        self.prefills = Prefills(self._sender, self._handoff, metrics)
 
     async def forward(
         self, job: Job, attempt: Attempt, decision: Decision, answer: ClientAnswer, tried_elsewhere: frozenset[int]
@@ -86,7 +86,7 @@ class Relay:
         if held is None:
             with_ids = self._handoff.body(job.request, booking.prompt, job.body, booking.pool.view, worker_id)
         else:
-            with_ids = await self._prefills.body(job, booking, decision, held, attempt.record)
+            with_ids = await self.prefills.body(job, booking, decision, held, attempt.record)
         response = self._start(job, attempt, decision, with_ids or job.body)
         if held is not None:
             response.on_stale = None  # the parameters are sent once: a lost connection fails this attempt
@@ -98,6 +98,7 @@ class Relay:
                 refused.close()
                 if held is not None:
                     held.given_up()
+                    held = None
                 response = self._start(job, attempt, decision, job.body)
                 await _head(response)
                 if response.status < 400:
@@ -115,12 +116,14 @@ class Relay:
             late = held.engine.worker_id if held is not None and held.overdue else ""
             attempt.record.failed(error, late)
             if late:
-                raise self._prefills.overdue(booking.pool) from error
+                raise self.prefills.overdue(booking.pool) from error
             raise
         finally:
             attempt.record.came(response)
-            # An answer that is not complete is aborted, so that the engine stops its work.
-            response.close() if held is None else held.close(response)
+            if held is None:
+                response.close()  # an answer that is not complete is aborted, so that the engine stops its work
+            else:
+                self.prefills.unread.close(response)
 
     def _look_at_usage(self, job: Job, attempt: Attempt, decision: Decision, tail: AnswerTail) -> None:
         """Compare the tokens that the answer reports with those that were expected."""

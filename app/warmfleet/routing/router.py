@@ -74,6 +74,7 @@ class Router:
         self.queue = AdmissionQueue(choice, tickets, settings, metrics)
         self._retry_budget = budget = RetryBudget()
         relay = Relay(upstream, settings, metrics)
+        self._unread = relay.prefills.unread
         self._forward: Forward = relay.forward
         if settings.hedge_after_s:
             hedging = Hedging(settings.hedge_after_s, relay, self.settlements, choice, budget, metrics)
@@ -181,6 +182,9 @@ class Router:
         return self.settlements.tickets.any(pool)
 
     async def drained(self) -> None:
-        """Return when every outcome and every end of a ticket was sent to Redis, whether Redis took them or not."""
+        """Return when every outcome and every end of a ticket was sent to Redis, whether Redis took them or not, and
+        blocks that nobody will read are freed, as far as that takes no longer than ``unread_blocks.DRAIN_S``.
+        """
         await self.settlements.drained()
         await self.counting.drained()
+        await self._unread.drained()

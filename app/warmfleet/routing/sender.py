@@ -30,10 +30,21 @@ class Sender:
         request_id: for the engine; it begins with the reservation. more: header lines of this try.
         """
         call = job.call
+        return self._upstream.start(
+            call.method, engine.url, call.target, body, self.headers(job, pool, engine, request_id, more)
+        )
+
+    def complete(self, url: str, body: bytes, headers: bytes) -> EngineResponse:
+        """Ask the engine at ``url`` for a completion of this replica's own; as ``send``. headers: of ``headers``."""
+        return self._upstream.start("POST", url, "/v1/completions", body, headers)
+
+    def headers(self, job: Job, pool: Pool, engine: Decision | PrefillLeg, request_id: str, more: bytes) -> bytes:
+        """Return the header lines of a job for this engine."""
+        call = job.call
         headers = b"%bX-Request-Id: %b\r\n%b" % (call.headers, request_id.encode(), more)
         rank = pool.view.ranks.get(engine.worker_id)
         if rank is not None:
             headers += f"X-data-parallel-rank: {rank}\r\n".encode()
         if self._sends_priority and (number := job.engine_priority(pool, engine)) is not None:
             headers += f"{PRIORITY_HEADER}: {number}\r\n".encode()
-        return self._upstream.start(call.method, engine.url, call.target, body, headers)
+        return headers

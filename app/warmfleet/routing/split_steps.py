@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
 
 from warmfleet.prompt.json_splice import with_fields
 from warmfleet.tracing.last_requests import UNBOOKED
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from warmfleet.pools.pool import Pool
     from warmfleet.routing.call import Job
     from warmfleet.routing.sender import Sender
+    from warmfleet.routing.unread_blocks import Refused
 
 #: Fields of step 1 that differ from the client's.
 ONE_TOKEN = {
@@ -27,9 +31,6 @@ ONE_TOKEN = {
     "stop_token_ids": b"null",
     "stop": b"null",
 }
-#: Fields of a step 2 that an engine refuses, whereupon it tells the other engine to free the blocks. A body that it
-#: cannot read would not do: then it tells nobody.
-REFUSED = {**ONE_TOKEN, "min_tokens": b"2"}
 
 
 class SplitSteps(NamedTuple):
@@ -54,9 +55,16 @@ class SplitSteps(NamedTuple):
         """Return the body of step 2."""
         return self._body(params, {})
 
-    def refused(self, params: bytes) -> EngineResponse:
-        """Send a step 2 that its engine refuses, so that it does not read the blocks. Raises UpstreamError."""
-        return self._send(self.decode, UNBOOKED, self._body(params, REFUSED))
+    def refusals(self) -> Refused:
+        """Return a function that sends the decode engine a request with parameters that it must refuse, whereupon it
+        has the other engine free the blocks. The function keeps nothing of the client's body, and raises UpstreamError.
+
+        A body that an engine cannot read would not do: then it tells nobody.
+        """
+        request_id = f"{UNBOOKED}{self.job.call.record.request_id}"
+        headers = self.sender.headers(self.job, self.pool, self.decode, request_id, self.headers)
+        body = {"model": self.job.request.model or None, "prompt": [0], "max_tokens": 1, "min_tokens": 2}
+        return partial(_refused, self.sender, self.decode.url, headers, body)
 
     def _body(self, params: bytes, changes: dict[str, bytes]) -> bytes:
         given = params if not self.ids else b"".join((b'{"prompt_token_ids":', self.ids, b",", params[1:]))
@@ -69,3 +77,7 @@ class SplitSteps(NamedTuple):
     def _send(self, engine: PrefillLeg | Decision, prefix: str, body: bytes) -> EngineResponse:
         request_id = f"{prefix}{self.job.call.record.request_id}"
         return self.sender.send(self.job, self.pool, engine, request_id, body, self.headers)
+
+
+def _refused(sender: Sender, url: str, headers: bytes, body: dict[str, Any], params: bytes) -> EngineResponse:
+    return sender.complete(url, orjson.dumps(body | {"kv_transfer_params": orjson.Fragment(params)}), headers)

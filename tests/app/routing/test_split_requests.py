@@ -18,6 +18,7 @@ from tests.support.replicas.doctor import doctor
 
 from warmfleet.cli.doctor.finding import State
 from warmfleet.engines import first_event
+from warmfleet.engines.upstream import Upstream
 from warmfleet.fleet.bookings import Bookings
 from warmfleet.pools.outliers import Judged, Outliers
 from warmfleet.pools.pairing import BY_POLICY, HANDOFF_OFF
@@ -36,6 +37,7 @@ from warmfleet_loadtest.simulator.transfers.prefill_side import PrefillSide
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from warmfleet.engines.engine_connection import EngineResponse
     from warmfleet_loadtest.simulator.answers import Writer
     from warmfleet_loadtest.simulator.scheduler import Output, Request
 
@@ -509,7 +511,7 @@ async def test_a_client_hangs_up_while_its_prompt_is_computed(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Late in the step the prefill engine may answer just then, so that its answer is awaited."""
-    monkeypatch.setattr(unread_blocks, "STOP_SHARE", 1_000 if when == "early" else 0)
+    monkeypatch.setattr(unread_blocks, "REST_S", 60 if when == "late" else 0)
     async with split_fleet(valkey_url, model, speed="4") as fleet:  # half a second for the prompt
         await fleet.busy()
         core = fleet.prefill[0].engine.core.scheduler
@@ -550,7 +552,41 @@ async def test_a_client_hangs_up_as_the_prefill_engine_answers(
     assert (fleet.prefilled(), fleet.taken()) == (1, 0)
 
 
-async def test_no_more_prompts_than_a_bound_are_freed_at_a_time(
+@pytest.mark.parametrize("silent", ["p0", "d0"])
+async def test_a_client_hangs_up_before_an_engine_falls_silent(
+    fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    """Neither the answer to the first step nor a refusal is awaited for ever."""
+    monkeypatch.setattr(unread_blocks, "REFUSAL_S", 0.2)
+    monkeypatch.setattr(prefills, "LEAST_S", 0.2)
+    monkeypatch.setattr(unread_blocks, "REST_S", 60)
+    asked_for: list[EngineResponse] = []
+    start = Upstream.start
+
+    def note(upstream: Upstream, *more: Any) -> EngineResponse:
+        asked_for.append(start(upstream, *more))
+        return asked_for[-1]
+
+    monkeypatch.setattr(Upstream, "start", note)
+    waited = _never_read(monkeypatch)
+    if silent == "p0":
+        await fleet.prefill[0].order(hang="prefill")
+    asked = asyncio.create_task(fleet.router.post(COMPLETION))
+    await poll(lambda: waited and (silent == "p0" or waited[0].response.complete), 10, "the step is under way")
+    if silent == "d0":
+        await fleet.decode[0].order(hang="now")
+    asked.cancel()
+    count = 1 if silent == "p0" else 2
+    await poll(
+        lambda: len(asked_for) == count and not any(one._connection or one.connecting for one in asked_for),
+        *(10, "nothing is awaited"),
+    )
+    assert bool(fleet.pinned) is (silent == "d0"), "until the lease ends"
+    await fleet.prefill[0].order(resume=True)
+    await fleet.decode[0].order(resume=True)
+
+
+async def test_no_more_blocks_than_a_bound_are_freed_at_a_time(
     fleet: SplitFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unread_blocks, "MOST", 0)
@@ -575,7 +611,7 @@ async def test_a_client_hangs_up_before_the_decode_engine_has_read_its_request(
     async def late(side: Transfers, params: Any, *more: Any, **named: Any) -> None:
         if params["do_remote_prefill"]:
             arrived.set()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.5)
         await begin(side, params, *more, **named)
 
     monkeypatch.setattr(Transfers, "begin", late)
