@@ -511,7 +511,7 @@ async def test_a_client_hangs_up_while_its_prompt_is_computed(
     valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Late in the step the prefill engine may answer just then, so that its answer is awaited."""
-    monkeypatch.setattr(unread_blocks, "REST_S", 60 if when == "late" else 0)
+    monkeypatch.setattr(unread_blocks, "REST_S", 60 if when == "late" else -60)
     async with split_fleet(valkey_url, model, speed="4") as fleet:  # half a second for the prompt
         await fleet.busy()
         core = fleet.prefill[0].engine.core.scheduler
@@ -582,6 +582,7 @@ async def test_a_client_hangs_up_before_an_engine_falls_silent(
         *(10, "nothing is awaited"),
     )
     assert bool(fleet.pinned) is (silent == "d0"), "until the lease ends"
+    assert all(b"X-Request-Id: unbooked." in one.request[0] for one in asked_for[1:])
     await fleet.prefill[0].order(resume=True)
     await fleet.decode[0].order(resume=True)
 
@@ -611,7 +612,7 @@ async def test_a_client_hangs_up_before_the_decode_engine_has_read_its_request(
     async def late(side: Transfers, params: Any, *more: Any, **named: Any) -> None:
         if params["do_remote_prefill"]:
             arrived.set()
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
         await begin(side, params, *more, **named)
 
     monkeypatch.setattr(Transfers, "begin", late)
