@@ -259,13 +259,13 @@ async def test_conversations_are_answered_as_by_one_engine(fleet: tuple[Kind, Fl
         differing = [await different(client, engines.prefill, talks)]
         # A decode engine that had taken stale blocks would answer otherwise now, from its cache.
         differing += [await different(client, engine, talks, (TURNS - 1,)) for engine in engines.decode]
-        late = await late_transfers(client, engines)
+        late = await late_transfers(client, engines.url)
     await index.close()
     answers = talks.answers.values()
     split = Counter((bool(one.prefill), one.decode) for one in answers)
     print(f"\nsplit, by the engine that answered: {split}; decided: {sum(one.decided for one in answers)}")
     assert not any(differing), "an engine alone answers otherwise"
-    assert not [one for one in answers if one.decided and one.predicted != one.cached]
+    assert sum(one.decided and one.predicted != one.cached for one in answers) <= late
     assert sum(one.cached > 0 for one in answers) > len(answers) // 3, "most second and third turns"
     assert sum(map(taken_from_others, engines.decode)) > 0
     assert counted(engines.prefill, AFTER_EXPIRY) <= late
@@ -325,10 +325,11 @@ async def test_as_much_is_cached_at_both_engines_as_predicted(fleet: tuple[Kind,
     assert not off
 
 
-async def late_transfers(client: httpx.AsyncClient, engines: Fleet) -> float:
+async def late_transfers(client: httpx.AsyncClient, url: str) -> float:
     """Return how many split requests the router gave up because their blocks did not come: there are none on an idle
-    machine. Each may count as a notification after the expiry, as in ``test_roles``."""
-    text = (await client.get(f"{engines.url}/metrics")).text
+    machine. Each may count as a notification after the expiry, as in ``test_roles``, and its next try may find what the
+    decode engine computed meanwhile, of which the index has not heard yet."""
+    text = (await client.get(f"{url}/metrics")).text
     found = re.findall(r'^warmfleet_split_requests_total\{[^}]*result="late"[^}]*\} (\S+)', text, re.MULTILINE)
     return sum(map(float, found))
 

@@ -22,7 +22,7 @@ from tests.support.redis.servers import server, valkey_binary
 from tests.vllm import trees
 from tests.vllm.engine import ROOT, SERVED_NAME, SLEEPS, TRUTH, EngineOptions, running
 from tests.vllm.replicas import replicas
-from tests.vllm.test_disaggregated import CLOSE, Answer, ask, plain_texts
+from tests.vllm.test_disaggregated import CLOSE, Answer, ask, late_transfers, plain_texts
 
 from warmfleet.cli.local.ports import free_port
 
@@ -86,11 +86,12 @@ async def test_answers_are_those_of_one_engine() -> None:
                 await asyncio.gather(*map(talk, talks))
                 split = Counter(bool(one.prefill) for _, one in answers)
                 off = [one for _, one in answers if one.predicted != one.cached]
-                print(f"\nsplit: {dict(split)}; predicted otherwise than cached: {len(off)}")
+                late = await late_transfers(client, url)
+                print(f"\nsplit: {dict(split)}; predicted otherwise than cached: {len(off)}; late: {late}")
                 for engine in (prefill, decode):
                     assert not [body for body, one in answers if not await alike(client, engine, body, one)]
             assert split[True] > len(answers) // 10
-            assert not off
+            assert len(off) <= late
 
 
 async def alike(client: httpx.AsyncClient, engine: VllmEngine, body: dict[str, Any], ours: Answer) -> bool:
